@@ -22,6 +22,7 @@ EVERY_LAYOUT = (
 """Tests of which the first case of each layout is everyday."""
 
 SAMPLES = {
+    "kills of a server process": "-",
     "a published SDK": "tinker/sdk/test_acceptance.py::test_both_versions",
     "Ray": "dispatch_ray/test_workers.py",
     "runs of policy optimisation": "dist/trainer/test_ppo.py",
@@ -36,6 +37,7 @@ SAMPLES = {
 """Kinds of tests that cost more than others, and the file (or test) of each that is everyday; ``-`` where there is none."""
 
 NAMES = {
+    r"^tinker/restarts/": "kills of a server process",
     r"^tinker/sdk/|_by_the_sdk_": "a published SDK",
     r"^tinker/cookbook/": "a recipe of the cookbook",
     r"^dispatch_ray/|_on_ray_": "Ray",

@@ -22,6 +22,7 @@ import areal.tests.mutants.bugs.step
 import areal.tests.mutants.bugs.tinker.backend
 import areal.tests.mutants.bugs.tinker.export
 import areal.tests.mutants.bugs.tinker.http
+import areal.tests.mutants.bugs.tinker.recovery
 import areal.tests.mutants.bugs.tinker.tenants
 import areal.tests.mutants.bugs.zoo
 from areal.tests.mutants.planting import MUTANTS, plant

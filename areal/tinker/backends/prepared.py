@@ -1,10 +1,10 @@
-"""Validated requests as a backend receives them, and its results with their stored form. Arrays are numpy's, in the caller's order."""
+"""Validated requests as a backend receives them, its results, and the stored form of both. Arrays are numpy's, in the caller's order."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -177,7 +177,11 @@ def encode_result(result: Any) -> bytes:
         header |= {"prompt": result.prompt_logprobs is not None, "prompt_top": result.prompt_top is not None}
     else:
         header = {"type": "json", "value": result}
-    # Size of the header, header, arrays.
+    return _join(header, arrays)
+
+
+def _join(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+    """Return the size of the header, the header and the arrays."""
     header["arrays"] = [(array.dtype.str, array.shape) for array in arrays]
     text = json.dumps(header).encode()
     return b"".join(
@@ -185,11 +189,16 @@ def encode_result(result: Any) -> bytes:
     )
 
 
-def decode_result(blob: bytes) -> Any:
-    """Return what :func:`encode_result` received."""
+def _divide(blob: bytes) -> tuple[dict[str, Any], Iterator[np.ndarray]]:
+    """Return the header and the arrays."""
     size = int.from_bytes(blob[:8], "little")
     header = json.loads(blob[8 : 8 + size])
-    arrays = _arrays(blob, 8 + size, header["arrays"])
+    return header, _arrays(blob, 8 + size, header["arrays"])
+
+
+def decode_result(blob: bytes) -> Any:
+    """Return what :func:`encode_result` received."""
+    header, arrays = _divide(blob)
     if header["type"] == "pass":
         flat, shapes = next(arrays), [tuple(shape) for shape in header["shapes"]]
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
@@ -210,6 +219,58 @@ def decode_result(blob: bytes) -> Any:
             answers, prompt, TopLogprobs(next(arrays), next(arrays)) if header["prompt_top"] else None
         )
     return header["value"]
+
+
+def encode_request(request: Any) -> bytes:
+    """Return the bytes of a dataclass whose fields are JSON values, bytes, arrays, or dataclasses of them."""
+    arrays: list[np.ndarray] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            arrays.append(value)
+            return {"array": len(arrays) - 1}
+        if isinstance(value, np.ndarray | np.generic):
+            return value.tolist()
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        if is_dataclass(value):
+            return {
+                "type": type(value).__name__,
+                "fields": {f.name: plain(getattr(value, f.name)) for f in fields(value)},
+            }
+        if isinstance(value, Mapping):
+            return {"mapping": {name: plain(each) for name, each in value.items()}}
+        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return _join({"request": plain(request)}, arrays)
+
+
+def decode_request(blob: bytes, types: Mapping[str, type]) -> Any:
+    """Return what :func:`encode_request` received, with lists for tuples.
+
+    Args:
+        types: dataclasses that may occur, by name.
+
+    Raises:
+        KeyError: another dataclass occurs.
+    """
+    header, stored = _divide(blob)
+    arrays = list(stored)
+
+    def value(plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [value(each) for each in plain]
+        if not isinstance(plain, dict):
+            return plain
+        if "array" in plain:
+            return arrays[plain["array"]]
+        if "bytes" in plain:
+            return bytes.fromhex(plain["bytes"])
+        if "mapping" in plain:
+            return {name: value(each) for name, each in plain["mapping"].items()}
+        return types[plain["type"]](**{name: value(each) for name, each in plain["fields"].items()})
+
+    return value(header["request"])
 
 
 def _top(top: TopLogprobs | None) -> list[np.ndarray]:

@@ -59,11 +59,13 @@ class CheckpointRegistry:
         overwrite: bool,
         ttl_seconds: int | None,
         user_metadata: Mapping[str, str] | None,
+        seq_id: int | None = None,
     ) -> str:
         """Write a checkpoint and publish it. Returns its path.
 
         Args:
             write: writes the folder, atomically.
+            seq_id: number of the request. One that runs again after a restart returns the checkpoint that it has saved.
 
         Raises:
             UserError: the name is taken and ``overwrite`` is false, or the owner's quota is used up.
@@ -72,6 +74,8 @@ class CheckpointRegistry:
         expires = None if ttl_seconds is None else time.time() + check_ttl(ttl_seconds)
         metadata = check_metadata(user_metadata)
         before = await self._row(path)
+        if before is not None and seq_id is not None and before["seq_id"] == seq_id:
+            return str(path)
         # Two saves of one name must not run at the same time.
         if (before is not None and not overwrite) or str(path) in self._writing:
             raise UserError(f"the checkpoint {path} exists: choose another name, or set overwrite")
@@ -88,6 +92,7 @@ class CheckpointRegistry:
                 "user_metadata": metadata,
                 "expires": expires,
                 "size_bytes": size,
+                "seq_id": seq_id,
             }
             # A save of which anything cannot be written has failed.
             await asyncio.to_thread(self.files.publish, folder, row)

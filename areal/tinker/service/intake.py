@@ -8,7 +8,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from areal.tinker.backends.backend import TrainingBackend
 from areal.tinker.backends.errors import UserError
 from areal.tinker.service.errors import BusyError, SessionOverError
 from areal.tinker.service.order import Entry, LiveModel
@@ -16,13 +15,12 @@ from areal.tinker.service.params import check_integer, check_metadata
 from areal.tinker.service.requests import Submitted
 from areal.tinker.service.runs import Runs
 from areal.tinker.service.sessions import Sessions
-from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.store.futures import Category, Futures, Key
 from areal.tinker.service.tenants.caller import QuotaChecks
 from areal.tinker.service.training import Training
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.optimizer import check_optimizer
-from areal.tinker.service.verbs.verb import Capabilities, ModelRequest
+from areal.tinker.service.verbs.verb import ModelRequest, TrainingRequest
 
 
 class Intake:
@@ -30,15 +28,13 @@ class Intake:
 
     def __init__(
         self,
-        backend: TrainingBackend,
         training: Training,
         futures: Futures,
         runs: Runs,
         sessions: Sessions,
         quotas: QuotaChecks,
-        settings: ServiceSettings,
     ) -> None:
-        self.server = Capabilities(backend.limits(), backend.losses(), backend.optimizers(), settings)
+        self.server = training.server
         self._training = training
         self._futures = futures
         self._runs = runs
@@ -58,7 +54,7 @@ class Intake:
         seq = check_integer("model_seq_id", request.model_seq_id, 0, 10**9)
         model_id = f"{request.session_id}:train:{seq}"
         key = Key(request.digest, owner, request.session_id, model_id, seq_id=0)
-        request_id, new = await self._futures.add(request.kind, key)
+        request_id, new = await self._futures.add(request.kind, key, journaled=self._journaled(request))
         if not new:
             return Submitted(request_id, model_id)
         # The model exists from here on, so that its next request may arrive.
@@ -115,7 +111,8 @@ class Intake:
         model.last_request = time.time()
         try:
             key = Key(request.digest, owner, model.session_id, model.id, seq_id=entry.seq, tokens=tokens)
-            entry.request_id, new = await self._futures.add(request.kind, key, request.notes())
+            journaled = self._journaled(request)
+            entry.request_id, new = await self._futures.add(request.kind, key, request.notes(), journaled)
             if new:
                 await self._prepare(model, entry)
         except BaseException:
@@ -127,6 +124,21 @@ class Intake:
         finally:
             model.arriving -= 1
         return Submitted(entry.request_id, model.id)
+
+    def _journaled(self, request: TrainingRequest) -> TrainingRequest | None:
+        """Return the request if its content must be stored."""
+        return request if self.server.settings.recovery else None
+
+    async def resume(self, model: LiveModel, entries: list[Entry]) -> None:
+        """Accept a model of an earlier process with the requests that it has not finished."""
+        self._training.add_model(model)
+        for entry in entries:
+            tokens = entry.request.tokens()
+            key = Key(b"", model.owner, model.session_id, model.id, seq_id=entry.seq, tokens=tokens)
+            self._futures.resume(entry.request_id, entry.kind, key)
+            # Those that have run have lost their result only, and run again with the model.
+            if entry.seq >= model.next_seq:
+                await self._prepare(model, entry)
 
     async def _prepare(self, model: LiveModel, entry: Entry) -> None:
         """Validate a request and put it into its queue. One that is wrong fails now, and its number counts as executed."""

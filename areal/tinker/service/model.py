@@ -18,6 +18,8 @@ class TrainedModel:
         owner: owner of the session.
         spec: adapter; ``None`` until a model that is created from a checkpoint is loaded.
         in_backend: whether the backend may have an adapter of this name.
+        pending: its gradients wait for a step. The model cannot be stored then.
+        loaded: its weights are those of a checkpoint, which may be deleted: the model must be stored.
         closed: why the model takes no more requests.
         blame: category of the failure of a request that comes after that.
     """
@@ -31,6 +33,8 @@ class TrainedModel:
     spec: AdapterSpec | None = None
     user_metadata: Any = None
     in_backend: bool = False
+    pending: bool = False
+    loaded: bool = False
     closed: str | None = None
     blame: Category = "user"
     last_request: float = field(default_factory=time.time)

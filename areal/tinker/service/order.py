@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +19,19 @@ MAX_LOSS_POINTS = 500
 
 @dataclass(eq=False)
 class Entry:
-    """A stored request in the order of its model. ``prepared`` is its validated content."""
+    """A stored request in the order of its model.
+
+    Attributes:
+        prepared: its validated content.
+        attempts: losses of the backend, or ends of the server, that have interrupted it.
+    """
 
     request_id: str
     request: TrainingRequest
     seq: int = 0
     prepared: Any = None
     refused: bool = False
+    attempts: int = 0
 
     @property
     def kind(self) -> str:
@@ -45,6 +52,9 @@ class LiveModel(TrainedModel):
         top_seq: highest number that any request has.
         failed: numbers of requests that failed before their turn.
         losses: ``(seq_id, loss, tokens)`` of the last passes.
+        asleep: its adapter is not in the backend, and must be restored before its next request.
+        stored_uid, stored_at: folder and time of its last snapshot; the time of its creation if it has none.
+        steps: optimizer steps since then.
     """
 
     next_seq: int = 0
@@ -56,6 +66,10 @@ class LiveModel(TrainedModel):
     losses: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_LOSS_POINTS))
     gap_timer: Any = None
     running: tuple[str, ...] = ()
+    asleep: bool = False
+    stored_uid: str | None = None
+    stored_at: float = field(default_factory=time.monotonic)
+    steps: int = 0
 
     def number(self, seq_id: int | None) -> int:
         """Return the number of an arriving request: its own, or the next one for old clients."""
@@ -71,6 +85,11 @@ class LiveModel(TrainedModel):
             self.waiting[entry.seq] = entry
         self._skip_failed()
 
+    def put_back(self, entry: Entry) -> None:
+        """Let a request run again that the loss of the backend has interrupted. Numbers after it that have failed are used."""
+        self.failed.update(range(entry.seq + 1, self.next_seq))
+        self.next_seq, self.waiting[entry.seq], self.busy = entry.seq, entry, False
+
     def pass_over(self) -> list[Entry]:
         """Remove all waiting requests, which fail, and return them. Their numbers are used."""
         entries = list(self.waiting.values())
@@ -84,7 +103,7 @@ class LiveModel(TrainedModel):
             self.next_seq += 1
 
     def head(self) -> Entry | None:
-        """Return the request that may run now. A gap in the numbers waits."""
+        """Return the request that may run now, or once the model is restored. A gap in the numbers waits."""
         return None if self.busy or self.closed else self.waiting.get(self.next_seq)
 
     def take(self) -> Entry:
@@ -102,6 +121,12 @@ class LiveModel(TrainedModel):
     def has_gap(self) -> bool:
         """Return whether requests wait for one with a lower number, which is missing."""
         return bool(self.waiting) and self.next_seq not in self.waiting and not self.busy
+
+    def cancel_gap(self) -> None:
+        """Stop waiting for a missing request."""
+        if self.gap_timer is not None:
+            self.gap_timer.cancel()
+            self.gap_timer = None
 
     def queued(self) -> int:
         """Return the number of requests that arrived and did not start."""
@@ -130,20 +155,23 @@ class Order:
         """Return the number of requests that wait."""
         return sum(model.queued() for model in self.models.values())
 
+    def next_asleep(self) -> LiveModel | None:
+        """Return a model with a ready request that must be restored first."""
+        return next((model for model in self.models.values() if model.asleep and model.head()), None)
+
     def next_group(self, most: int) -> list[tuple[LiveModel, Entry]]:
         """Take the requests of the next call of the backend, one for each model.
 
         The model whose turn was longest ago comes first. Ready requests of the same verb of other models join it if the verb is batched, up
         to ``most``.
         """
-        first = next((entry for model in self.models.values() if (entry := model.head()) is not None), None)
-        if first is None:
+        heads = [(model, entry) for model in self.models.values() if (entry := model.head()) and not model.asleep]
+        if not heads:
             return []
-        # Models with a ready request of this verb, in the order of their turns.
-        verb = type(first.request)
-        heads = ((model, model.head()) for model in self.models.values())
-        ready = [model for model, entry in heads if entry is not None and type(entry.request) is verb]
-        chosen = ready[: most if verb.batched else 1]
+        # Models with a ready request of this verb, in the order of their turns. One that was interrupted runs alone: it may be the cause.
+        first, verb = heads[0][1], type(heads[0][1].request)
+        ready = [model for model, entry in heads if type(entry.request) is verb and entry.attempts == first.attempts]
+        chosen = ready[: most if verb.batched and not first.attempts else 1]
         # Each of them has had its turn.
         for model in chosen:
             self.models.move_to_end(model.id)

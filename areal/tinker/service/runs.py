@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, insert, select, true, update
+from sqlalchemy import Connection, and_, delete, func, insert, select, true, update
 from sqlalchemy.exc import IntegrityError
 
 from areal.tinker.service.checkpoints import describe_checkpoint, iso_time, lost_message
 from areal.tinker.service.errors import NotFoundError
 from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.store.database import Database
-from areal.tinker.service.store.tables import checkpoints, futures, models, runs_of, sessions
+from areal.tinker.service.store.tables import checkpoints, futures, journal, models, runs_of, sessions
 
 _RESTARTED = "the server was restarted"
 _LOST = "the server or its training processes were restarted"
@@ -83,34 +83,47 @@ class Runs:
 
     async def losses(self, run_id: str, limit: int) -> list[tuple[int, float, int]]:
         """Return ``(seq_id, loss, tokens)`` of the last passes of a run that is not alive."""
-        if run_id in self._curves:
-            return self._curves[run_id]
+        if run_id not in self._curves:
+            curve = await self.read_losses(run_id, limit)
+            # Such a curve does not change. The status page shows a few.
+            while len(self._curves) >= _MOST_CURVES:
+                del self._curves[next(iter(self._curves))]
+            self._curves[run_id] = curve
+        return self._curves[run_id]
+
+    async def read_losses(self, run_id: str, limit: int) -> list[tuple[int, float, int]]:
+        """Return ``(seq_id, loss, tokens)`` of the last passes of a run."""
         chosen = select(futures.c.seq_id, futures.c.loss, futures.c.tokens)
         chosen = chosen.where(futures.c.model_id == run_id, futures.c.loss.is_not(None))
         chosen = chosen.order_by(futures.c.seq_id.desc()).limit(limit)
         rows = await self._database.read(lambda connection: connection.execute(chosen).all())
-        # Such a curve does not change. The status page shows a few.
-        while len(self._curves) >= _MOST_CURVES:
-            del self._curves[next(iter(self._curves))]
-        self._curves[run_id] = [(row[0], row[1], row[2]) for row in reversed(rows)]
-        return self._curves[run_id]
+        return [(row[0], row[1], row[2]) for row in reversed(rows)]
 
-    async def recover(self) -> None:
+    async def recover(self, survivors: Collection[str], reasons: Mapping[str, str]) -> None:
         """Fail what an earlier process left unfinished.
 
-        Its models are lost with their training requests. The result of an unfinished sampling request is gone: the client sends it again.
+        Its models are lost with their training requests, except for the survivors. The result of an unfinished sampling request is gone:
+        the client sends it again.
+
+        Args:
+            survivors: ids of models that go on.
+            reasons: by the ids of other models why they are lost.
         """
 
         def work(connection: Connection) -> None:
-            unfinished = futures.c.state == "pending"
+            of_survivors = and_(futures.c.model_id.is_not(None), futures.c.model_id.in_(survivors))
+            unfinished = (futures.c.state == "pending") & ~of_survivors
             sampling = futures.c.kind == "sample"
             connection.execute(update(futures).where(unfinished, sampling).values(state="gone", error=_RESTARTED))
             # Each model's error names its own last checkpoint.
-            alive = select(models.c.id).where(models.c.state.in_(("creating", "live")))
+            lost = models.c.state.in_(("creating", "live")) & models.c.id.not_in(survivors)
+            alive = select(models.c.id).where(lost)
             for run_id in connection.execute(alive).scalars().all():
-                failed = {"state": "failed", "category": "server", "error": _lost(connection, run_id, _RESTARTED)}
+                reason = _lost(connection, run_id, reasons.get(run_id, _RESTARTED))
+                failed = {"state": "failed", "category": "server", "error": reason}
                 connection.execute(update(futures).where(unfinished, futures.c.model_id == run_id).values(**failed))
-            connection.execute(update(models).where(models.c.id.in_(alive)).values(state="lost"))
+            connection.execute(delete(journal).where(journal.c.model_id.not_in(survivors)))
+            connection.execute(update(models).where(lost).values(state="lost", snapshot_uid=None, snapshot_seq=None))
             # Requests of models that closed before.
             rest = {
                 "state": "failed",
@@ -128,7 +141,9 @@ class Runs:
             return await self._database.read(lambda connection: _lost(connection, run_id, _LOST)), True
         if row["state"] == "failed":
             return f"{run_id} could not be created: see the error of its creation, and create a new model", False
-        return f"{run_id} was released: create a new model, or one from a checkpoint of it", False
+        last = await self._database.read(lambda connection: _last(connection, [run_id]).get((run_id, "training")))
+        way_out = f"one from its last checkpoint, {last['path']}" if last else "one from a checkpoint of it"
+        return f"{run_id} was released: create a new model, or {way_out}", False
 
     def _describe(self, row: Any, last: dict[tuple[str, str], Any]) -> dict[str, Any]:
         training, sampler = (last.get((row["id"], kind)) for kind in ("training", "sampler"))

@@ -11,6 +11,8 @@ from areal.tinker.backends.backend import SamplingBackend, TrainingBackend
 from areal.tinker.service.checkpoints import CheckpointRegistry
 from areal.tinker.service.errors import LeaseLostError
 from areal.tinker.service.intake import Intake
+from areal.tinker.service.order import MAX_LOSS_POINTS
+from areal.tinker.service.recovery.survivors import find_survivors
 from areal.tinker.service.runs import Runs
 from areal.tinker.service.sampling import Samplers
 from areal.tinker.service.sessions import Sessions
@@ -67,7 +69,7 @@ class Service:
             runs=runs,
             samplers=samplers,
             training=training,
-            intake=Intake(backend, training, futures, runs, sessions, quotas, settings),
+            intake=Intake(training, futures, runs, sessions, quotas),
             trouble=self.trouble,
         )
 
@@ -85,14 +87,21 @@ class Service:
         """
         await self._database.open()
         try:
-            # Unfinished requests of the earlier process fail; folders that no row names are deleted.
-            await self._parts.runs.recover()
+            # Models of the earlier process go on with their unfinished requests; folders that no row names are deleted.
+            survivors, reasons = await find_survivors(self._database, self._settings.recovery)
+            await self._parts.runs.recover([each.model.id for each in survivors], reasons)
             await self._parts.registry.start()
             known = await self._parts.registry.known_folders() | await self._parts.samplers.known_folders()
+            known |= {
+                self._files.live(each.model.id, each.model.stored_uid) for each in survivors if each.model.stored_uid
+            }
             removed = await asyncio.to_thread(self._files.clean, known)
             if removed:
                 logger.info("%d folders of interrupted saves were deleted", len(removed))
             await self._parts.sessions.start()
+            for each in survivors:
+                each.model.losses.extend(await self._parts.runs.read_losses(each.model.id, MAX_LOSS_POINTS))
+                await self._parts.intake.resume(each.model, each.entries)
         except BaseException:
             await self._database.close()
             raise
@@ -134,11 +143,13 @@ class Service:
             return "The engine is not healthy."
         return None
 
-    async def _end_session(self, session_id: str, message: str) -> None:
-        """Release what a session owns."""
+    async def _end_session(self, session_id: str, message: str, timed_out: bool) -> None:
+        """Release what a session owns. The models of one that has timed out are saved."""
         mine = [model for model in self._parts.training.order.models.values() if model.session_id == session_id]
         for model in mine:
-            await self._parts.training.close_model(model, "released", f"{model.id} was released: {message}", "user")
+            saved = await self._parts.training.save_timed_out(model) if timed_out else None
+            reason = f"{model.id} was released: {message}" + (f"; create a model from {saved}" if saved else "")
+            await self._parts.training.close_model(model, "released", reason, "user")
         await self._parts.samplers.end_all_of(session_id)
 
     async def _prune(self) -> None:

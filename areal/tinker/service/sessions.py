@@ -31,10 +31,12 @@ class Sessions:
 
     Args:
         timeout_s: seconds without a sign of the client after which a session ends.
-        on_end: releases what belongs to a session; receives its id and the reason.
+        on_end: releases what belongs to a session; receives its id, the reason, and whether it has timed out.
     """
 
-    def __init__(self, database: Database, timeout_s: float, on_end: Callable[[str, str], Awaitable[None]]) -> None:
+    def __init__(
+        self, database: Database, timeout_s: float, on_end: Callable[[str, str, bool], Awaitable[None]]
+    ) -> None:
         self._database = database
         self._timeout_s = timeout_s
         self._on_end = on_end
@@ -98,7 +100,9 @@ class Sessions:
         """Return the number of live sessions."""
         return len(self._live)
 
-    async def finish(self, session_id: str, reason: Mapping[str, Any] | None, message: str) -> None:
+    async def finish(
+        self, session_id: str, reason: Mapping[str, Any] | None, message: str, timed_out: bool = False
+    ) -> None:
         """End a session. The first reason is kept; a session that is over stays as it is."""
         session = self._live.pop(session_id, None)
         if session is None:
@@ -109,7 +113,7 @@ class Sessions:
         await self._database.write(
             lambda c: c.execute(update(sessions).where(sessions.c.id == session_id).values(**over))
         )
-        await self._on_end(session_id, message)
+        await self._on_end(session_id, message, timed_out)
 
     async def listing(self, owner: str | None, limit: int, offset: int) -> dict[str, Any]:
         """Return the ids of the sessions of an owner, or of all, the latest first."""
@@ -158,7 +162,7 @@ class Sessions:
 
     async def _time_out(self, session_id: str, message: str) -> None:
         try:
-            await self.finish(session_id, {"type": "timed_out"}, message)
+            await self.finish(session_id, {"type": "timed_out"}, message, timed_out=True)
         except Exception:
             logger.exception("the session %s could not be ended", session_id)
 

@@ -28,6 +28,11 @@ class ServiceLimits:
         result_keep_s: Seconds for which a delivered result is kept, and for which the rows of an ended session are kept.
         disk_reserve_mib: MiB of disk that are kept for a SQLite database when the disk is full. At most a tenth of the disk.
         snapshot_idle_s: Seconds without a request after which an ephemeral snapshot is deleted, if its session lives on.
+        recovery: Whether live models survive the end of the process: their requests and snapshots of them are stored.
+        recovery_steps: Optimizer steps of a model after which it is stored, so that a restart runs no more than these again.
+        recovery_s: Seconds after which a model with new steps is stored.
+        recovery_fraction: Largest fraction of the time that storing models takes. The steps and seconds grow until it is kept.
+        timeout_keep_s: Seconds for which the checkpoint of a model is kept whose session has timed out.
     """
 
     session_timeout_s: float = 600.0
@@ -44,12 +49,19 @@ class ServiceLimits:
     result_keep_s: float = 3600.0
     snapshot_idle_s: float = 86_400.0
     disk_reserve_mib: int = 64
+    recovery: bool = True
+    recovery_steps: int = 100
+    recovery_s: float = 60.0
+    recovery_fraction: float = 0.05
+    timeout_keep_s: int = 7 * 86_400
 
     def __post_init__(self) -> None:
         """Refuse limits with which no request can succeed."""
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not value > 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{name} is {value}: it must be above 0")
+        if self.recovery_fraction > 1:
+            raise ValueError(f"recovery_fraction is {self.recovery_fraction}: it must be at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,29 +6,32 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
-
-from sqlalchemy import Connection, update
 
 from areal.tinker.backends.backend import TrainingBackend
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.service.backend_thread import BackendThread
 from areal.tinker.service.checkpoints import CheckpointRegistry, lost_message
 from areal.tinker.service.order import Entry, LiveModel, Order
+from areal.tinker.service.recovery.recovery import Recovery
+from areal.tinker.service.recovery.survivors import MAX_ATTEMPTS
 from areal.tinker.service.sampling import Samplers
 from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.futures import Category, Futures
-from areal.tinker.service.store.tables import models
+from areal.tinker.service.verbs.dispatched import DispatchedTurn
 from areal.tinker.service.verbs.models import CreateModel
-from areal.tinker.service.verbs.verb import RequestTurn
+from areal.tinker.service.verbs.verb import Capabilities
 
 _T = TypeVar("_T")
 
 MAX_MODELS_PER_CALL = 64
 """Most requests, each of another model, that are given to a backend in one call. The backend divides them into passes."""
+
+_STOP_S = 10.0
+"""Seconds for which the end of the server waits for running requests. Longer ones run again after the restart."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +54,12 @@ class Training:
     ) -> None:
         self._backend = backend
         self._thread = BackendThread(backend)
-        self._database = database
         self._futures = futures
         self._registry = registry
         self._samplers = samplers
         self._settings = settings
+        self.server = Capabilities(backend.limits(), backend.losses(), backend.optimizers(), settings)
+        self._recovery = Recovery(backend, self._thread, database, futures, registry, self.server)
         self.order = Order()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -71,7 +75,14 @@ class Training:
         self._dispatcher = asyncio.get_running_loop().create_task(self._dispatch())
 
     async def stop(self) -> None:
-        """Stop the dispatcher, and wait for the call of the backend that runs."""
+        """Stop the dispatcher, wait for what runs, and store all models, so that the next server need not run their requests again."""
+        self.halt()
+        self._recovery.stopping = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_STOP_S)
+        idle = [each for each in self.order.models.values() if each.steps and not each.busy and not each.asleep]
+        stored = (self._recovery.store(model, model.next_seq - 1) for model in idle)
+        await asyncio.gather(*stored, return_exceptions=True)
         tasks = [*self._tasks, *([self._dispatcher] if self._dispatcher else [])]
         for task in tasks:
             task.cancel()
@@ -107,16 +118,17 @@ class Training:
         model.closed, model.blame = reason, category
         logger.info("%s has ended (%s): %s", model.id, state, reason)
         self.order.models.pop(model.id, None)
-        self._cancel_gap(model)
+        model.cancel_gap()
         failed = [*(entry.request_id for entry in model.waiting.values()), *model.running]
         model.waiting.clear()
         self._doomed.append(model)
         self._wake.set()
         # First the state of the model, which clients may read after a failure. The running request fails, too, before the backend ends it.
         try:
-            await self.store_state(model, state)
+            await self._recovery.store_state(model, state)
         finally:
             await self._futures.fail(failed, reason, category)
+            await self._recovery.remove(model)
 
     # ------------------------------------------------------------------ dispatch
 
@@ -131,19 +143,29 @@ class Training:
     async def _run_next(self) -> bool:
         """Release an adapter, or run the requests of one call. Returns False if nothing is ready."""
         # One call of the backend at a time; what follows a call does not hold back other models.
-        await self._idle.wait()
+        await self._take_turn()
         if self._doomed:
             await self._release_adapter(self._doomed.popleft())
+            self._idle.set()
+            return True
+        if (asleep := self.order.next_asleep()) is not None:
+            self._spawn(self._restore(asleep))
             return True
         batched = self._backend.batches_models()
         group = self.order.next_group(MAX_MODELS_PER_CALL if batched else 1)
         if not group:
+            self._idle.set()
             return False
         for model, entry in group:
             model.running = (entry.request_id,)
-        self._idle.clear()
         self._spawn(self._run_group(group))
         return True
+
+    async def _take_turn(self) -> None:
+        """Wait until the backend is idle, and take it until :meth:`end_turn`."""
+        while not self._idle.is_set():
+            await self._idle.wait()
+        self._idle.clear()
 
     async def _run_group(self, group: list[tuple[LiveModel, Entry]]) -> None:
         """Run the requests of one turn."""
@@ -154,7 +176,7 @@ class Training:
             else:
                 await self._run_one(*group[0])
         except BackendLostError as error:
-            await self._lose_models(str(error))
+            await self._lose_models(str(error), group)
         except Exception:
             # A defect in the handling of one request must not leave it without an answer.
             logger.exception("a training request could not be handled")
@@ -190,6 +212,7 @@ class Training:
             if isinstance(result, Exception):
                 self._spawn(self._refuse(entry, result))
                 continue
+            model.pending = model.pending or verb.changes_model
             columns = verb.columns(entry.prepared, result)
             if "loss" in columns:
                 model.losses.append((entry.seq, columns["loss"], columns["tokens"]))
@@ -198,17 +221,7 @@ class Training:
     async def _run_one(self, model: LiveModel, entry: Entry) -> None:
         """Run a request that changes one model, or writes it to a folder."""
         try:
-            turn = _Turn(
-                model=model,
-                seq=entry.seq,
-                prepared=entry.prepared,
-                backend=self._backend,
-                registry=self._registry,
-                samplers=self._samplers,
-                training=self,
-                thread=self._thread,
-            )
-            result = await entry.request.run(turn)
+            result = await self._execute(model, entry)
         except BackendLostError:
             raise
         except Exception as error:
@@ -221,8 +234,76 @@ class Training:
             if isinstance(entry.request, CreateModel):
                 logger.info("%s was created", model.id)
             self._spawn(self._finish(entry, result))
+            if self._recovery.due(model):
+                await self._store(model, entry.seq)
         finally:
             self._release(model)
+
+    async def _execute(self, model: LiveModel, entry: Entry) -> Any:
+        """Run a request alone, and note whether gradients wait afterwards. A model that is restored keeps the backend."""
+        request = entry.request
+        if request.changes_model:
+            model.pending = True
+        try:
+            if request.batched:
+                (result,) = await self._thread.call(request.run_batch, self._backend, [entry.prepared])
+                if isinstance(result, Exception):
+                    raise result
+                return result
+            turn = DispatchedTurn(
+                model=model,
+                seq=entry.seq,
+                prepared=entry.prepared,
+                backend=self._backend,
+                registry=self._registry,
+                samplers=self._samplers,
+                thread=self._thread,
+                end_turn=(lambda: None) if model.asleep else self.end_turn,
+                store_state=partial(self._recovery.store_state, model),
+                close_model=partial(self.close_model, model, "released"),
+            )
+            return await request.run(turn)
+        finally:
+            if request.uses_gradients:
+                model.pending, model.steps = False, model.steps + 1
+
+    # ------------------------------------------------------------------ recovery
+
+    async def _store(self, model: LiveModel, seq: int) -> None:
+        """Store a model from which a restart goes on after the request with the number ``seq``."""
+        await self._take_turn()
+        try:
+            await self._recovery.store(model, seq)
+        except BackendLostError as error:
+            await self._lose_models(str(error))
+        finally:
+            self.end_turn()
+
+    async def _restore(self, model: LiveModel) -> None:
+        """Restore a model. The backend, which is taken, does nothing else meanwhile."""
+        head, model.busy = model.head(), True
+        try:
+            await self._recovery.restore(model, self._execute)
+        except BackendLostError as error:
+            await self._lose_models(str(error), [(model, head)] if head else [])
+        except Exception as error:
+            logger.error("%s could not be restored", model.id, exc_info=error)
+            await self._lose_model(model, f"it could not be restored: {error}")
+        finally:
+            self.end_turn()
+        if model.loaded and not model.asleep:
+            await self._store(model, model.next_seq - 1)
+        self._release(model)
+        self._wake.set()
+
+    async def save_timed_out(self, model: LiveModel) -> str | None:
+        """Save a checkpoint of a model whose client is away. Returns its path; ``None`` if there is nothing to save, or no room."""
+        if not self._settings.recovery or model.next_seq <= 1:
+            return None
+        if model.asleep:
+            await self._take_turn()
+            await self._restore(model)
+        return None if model.closed is not None or model.asleep else await self._recovery.save_timed_out(model)
 
     # ------------------------------------------------------------------ help
 
@@ -238,20 +319,35 @@ class Training:
         except Exception:
             logger.exception("the adapter of %s could not be released", model.id)
 
-    async def _lose_models(self, error: str) -> None:
-        """Fail all live models after the loss of the backend, and start it again."""
+    async def _lose_models(self, error: str, interrupted: Sequence[tuple[LiveModel, Entry]] = ()) -> None:
+        """Start the backend again after its loss. All models are restored before their next request, unless that is the cause of the loss."""
         logger.error("the backend is lost: %s", error)
-        lost = list(self.order.models.values())
-        paths = await self._registry.last_of([model.id for model in lost])
-        for model in lost:
+        lost = [] if self._settings.recovery else list(self.order.models.values())
+        for model in self.order.models.values():
             model.in_backend = False
-            await self.close_model(model, "lost", lost_message(model.id, paths.get(model.id), error), "server")
+        # The requests that it has interrupted run again, a few times.
+        for model, entry in interrupted:
+            entry.attempts += 1
+            if entry.attempts >= MAX_ATTEMPTS:
+                lost.append(model)
+            elif self._settings.recovery and model.closed is None:
+                model.put_back(entry)
+        for model in self.order.models.values():
+            model.asleep = model.next_seq > 0
+        for model in lost:
+            await self._lose_model(model, error)
         # The adapters of models that closed before are gone as well.
         self._doomed.clear()
         await self._thread.restart(error)
 
+    async def _lose_model(self, model: LiveModel, error: str) -> None:
+        """Fail a model that cannot be restored."""
+        path = (await self._registry.last_of([model.id])).get(model.id)
+        await self.close_model(model, "lost", lost_message(model.id, path, error), "server")
+
     async def _finish(self, entry: Entry, result: Any, **columns: Any) -> None:
-        done = await self._futures.finish(entry.request_id, result, **columns)
+        again = entry.request.changes_model
+        done = await self._futures.finish(entry.request_id, result, runs_again=again, **columns)
         self.counts[entry.kind, "done" if done else "failed"] += 1
 
     async def _refuse(self, entry: Entry, error: Any) -> None:
@@ -262,21 +358,13 @@ class Training:
         message = str(error) if isinstance(error, UserError | ServerError) else f"{type(error).__name__}: {error}"
         self.counts[entry.kind, "refused" if user else "failed"] += 1
         entry.log_failure(message)
-        await self._futures.fail([entry.request_id], message, "user" if user else "server")
+        again = entry.request.uses_gradients
+        await self._futures.fail([entry.request_id], message, "user" if user else "server", runs_again=again)
 
     def end_turn(self) -> None:
         """Let other models have their turns."""
         self._idle.set()
         self._wake.set()
-
-    async def store_state(self, model: LiveModel, state: str) -> None:
-        """Store the adapter of a model, and its state."""
-        row = {"state": state, "last_request": model.last_request, **(vars(model.spec) if model.spec else {})}
-
-        def work(connection: Connection) -> None:
-            connection.execute(update(models).where(models.c.id == model.id).values(**row))
-
-        await self._database.write(work)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -290,15 +378,10 @@ class Training:
     def _watch_gap(self, model: LiveModel) -> None:
         """Start or stop the time for which requests wait for a missing one."""
         if not model.has_gap():
-            self._cancel_gap(model)
+            model.cancel_gap()
         elif model.gap_timer is None:
             loop = asyncio.get_running_loop()
             model.gap_timer = loop.call_later(self._settings.gap_timeout_s, self._fail_gap, model)
-
-    def _cancel_gap(self, model: LiveModel) -> None:
-        if model.gap_timer is not None:
-            model.gap_timer.cancel()
-            model.gap_timer = None
 
     def _fail_gap(self, model: LiveModel) -> None:
         """Fail what waits for a request that did not arrive. The model goes on waiting for it: an order with a hole would be another one."""
@@ -311,29 +394,3 @@ class Training:
             "and later ones wait for it: send it, or create the model from its last checkpoint"
         )
         self._spawn(self._futures.fail([entry.request_id for entry in late], message, "user"))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Turn(RequestTurn):
-    """A turn of the dispatcher."""
-
-    model: LiveModel
-    training: Training
-    thread: BackendThread
-
-    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
-        result = await self.thread.call(function, *args)
-        self.training.end_turn()
-        return result
-
-    async def require_backend(self) -> None:
-        await self.thread.need()
-
-    async def store_model(self) -> None:
-        # The model may have closed while the backend created it.
-        await self.training.store_state(self.model, "live" if self.model.closed is None else "released")
-
-    async def release_model(self, reason: str) -> None:
-        # This request is answered when it ends.
-        self.model.running = ()
-        await self.training.close_model(self.model, "released", reason, "user")

@@ -290,7 +290,7 @@ def requests_run_in_order_of_arrival(right: Function) -> Function:
 @mutant("areal.tinker.service.store.futures:_insert", SERVER + "test_order.py::test_concurrent_retries_are_one_request")
 def retries_executed_again(right: Function) -> Function:
     """A retried request is stored as a new one."""
-    return lambda connection, row: right(connection, row | {"seq_id": None})
+    return lambda connection, row, journaled: right(connection, row | {"seq_id": None}, None)
 
 
 @mutant(
@@ -333,7 +333,7 @@ def lease_not_checked(right: Function) -> Function:
 def unfinished_requests_forgotten(right: Function) -> Function:
     """Requests that a killed server left unfinished stay pending for ever."""
 
-    async def wrong(self: Any) -> None:
+    async def wrong(self: Any, survivors: Any, reasons: Any) -> None:
         pass
 
     return wrong

@@ -53,8 +53,9 @@ def without_option(settings: type, keys: Path) -> Iterator[str]:
     for field in dataclasses.fields(settings):
         option, values = option_of(field.name), {**TEXTS, "users": str(keys), "quotas": str(keys)}
         value = values.get(field.name) or str(int(before.get(field.name, 0)) % 2**10 + 1)
+        given = [option.replace("--", "--no-")] if before.get(field.name) is True else [option, value]
         try:
-            after = settings_of(parse_options([*BASE, option, value]))
+            after = settings_of(parse_options([*BASE, *given]))
         except SystemExit:
             after = before
         if field.name not in after or after[field.name] == before[field.name]:
@@ -93,7 +94,7 @@ def test_each_option_is_described(capsys: pytest.CaptureFixture[str], monkeypatc
     lines = [line.strip("│ \n") for line in capsys.readouterr().out.splitlines()]
     for field in dataclasses.fields(ServiceSettings) + dataclasses.fields(ApiSettings):
         option = option_of(field.name)
-        (start,) = (i for i, line in enumerate(lines) if line.split(" ")[0] == option)
+        (start,) = (i for i, line in enumerate(lines) if line.split(" ")[0].rstrip(",") == option)
         # The description is on the line of the option, or on the next one.
         text = lines[start].partition("  ")[2].strip() or lines[start + 1]
         assert text[0].isupper(), (option, text)

@@ -54,6 +54,7 @@ class ServerProcess:
         settings: those of the backend, in addition to float32.
         threads: threads of a product on the CPU.
         environment: variables of the process; by default those of the tests.
+        options: further options of the command.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ServerProcess:
         threads: int = 1,
         settings: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        options: tuple[str, ...] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "keys").write_text(f"tml-another-key-0000\n{KEY}\n")
@@ -79,7 +81,7 @@ class ServerProcess:
             json.dumps(exact),
         ]
         command += ["--root", str(folder / "root")]
-        command += ["--name", name, "--api-key-file", str(folder / "keys"), "--port", str(port)]
+        command += [*options, "--name", name, "--api-key-file", str(folder / "keys"), "--port", str(port)]
         self.log: list[str] = []
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         variables = {**(environment or os.environ), "OMP_NUM_THREADS": str(threads)}

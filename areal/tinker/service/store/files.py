@@ -66,7 +66,8 @@ def check_name(name: Any) -> str:
 
 
 class CheckpointFiles:
-    """Folders ``<root>/<run>/weights/<name>@<id>``, the same for the other kinds, and ``<root>/<run>/ephemeral/<id>``.
+    """Folders ``<root>/<run>/weights/<name>@<id>``, the same for the other kinds, ``<root>/<run>/ephemeral/<id>``, and
+    ``<root>/<run>/live/<id>`` for what a restart needs.
 
     A published folder has a description next to it, ``<folder>.json``. Only folders without one are ever cleaned.
     """
@@ -86,6 +87,10 @@ class CheckpointFiles:
     def ephemeral(self, run_id: str, uid: str) -> Path:
         """Return the folder of an ephemeral snapshot."""
         return self._inside(self._root / run_id / "ephemeral" / uid)
+
+    def live(self, run_id: str, uid: str) -> Path:
+        """Return the folder from which a live model is restored."""
+        return self._inside(self._root / run_id / "live" / uid)
 
     def prepare(self, folder: Path) -> None:
         """Create the parents of a new folder."""

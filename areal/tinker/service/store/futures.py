@@ -11,14 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, delete, select, update
+from sqlalchemy import Connection, and_, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from areal.tinker.backends.prepared import decode_result, encode_result
+from areal.tinker.backends.prepared import decode_result, encode_request, encode_result
 from areal.tinker.service.errors import ConflictError, NotFoundError
 from areal.tinker.service.requests import FutureState, Outcome
 from areal.tinker.service.store.database import Database
-from areal.tinker.service.store.tables import futures, sessions
+from areal.tinker.service.store.tables import futures, journal, sessions
 
 Category = Literal["user", "server", "unknown"]
 CACHE_BYTES = 2**26
@@ -68,8 +68,11 @@ class Futures:
         """Return the number of requests without a result."""
         return len(self._waiting)
 
-    async def add(self, kind: str, key: Key, notes: Any = None) -> tuple[str, bool]:
+    async def add(self, kind: str, key: Key, notes: Any = None, journaled: Any = None) -> tuple[str, bool]:
         """Store a new request. Returns its id, and whether it is new: a retry has the id of the first request.
+
+        Args:
+            journaled: request whose content is stored as well, so that it can run after a restart.
 
         Raises:
             ConflictError: the number belongs to another request.
@@ -86,7 +89,9 @@ class Futures:
         # A client that guesses the id of a row must find its future.
         self._wait(request_id, _Waiting(kind, key, asyncio.get_running_loop().create_future()))
         try:
-            found = await self._database.write(lambda connection: _insert(connection, row))
+            found = await self._database.write(
+                lambda connection: _insert(connection, row, None if self._database.full else journaled)
+            )
         except BaseException:
             self._stop_waiting(request_id)
             raise
@@ -106,24 +111,42 @@ class Futures:
         return found["request_id"], False
 
     async def finish(
-        self, request_id: str, result: Any, *, loss: float | None = None, tokens: int | None = None
+        self,
+        request_id: str,
+        result: Any,
+        *,
+        loss: float | None = None,
+        tokens: int | None = None,
+        runs_again: bool = True,
     ) -> bool:
-        """Store a result, then wake those that wait. Returns False if the request has failed before."""
+        """Store a result, then wake those that wait. Returns False if the request has failed before.
+
+        Args:
+            runs_again: keep the request in the journal: it has changed its model.
+        """
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.claimed:
             return False
         waiting.claimed = True
         # A request that is cancelled now has its result all the same.
-        return await asyncio.shield(self._store_result(request_id, waiting, result, loss, tokens))
+        return await asyncio.shield(self._store_result(request_id, waiting, result, loss, tokens, runs_again))
 
     async def _store_result(
-        self, request_id: str, waiting: _Waiting, result: Any, loss: float | None, tokens: int | None
+        self,
+        request_id: str,
+        waiting: _Waiting,
+        result: Any,
+        loss: float | None,
+        tokens: int | None,
+        runs_again: bool,
     ) -> bool:
 
         def store(connection: Connection) -> int:
             blob = encode_result(result)
             done = {"state": "done", "result": blob, "finished": time.time(), "loss": loss, "tokens": tokens}
             connection.execute(update(futures).where(futures.c.request_id == request_id).values(**done))
+            if not runs_again:
+                connection.execute(delete(journal).where(journal.c.request_id == request_id))
             return len(blob)
 
         # Acknowledge nothing that is not stored.
@@ -139,22 +162,35 @@ class Futures:
         self._resolve(request_id, Outcome("done", waiting.kind, result, result_bytes=size))
         return True
 
-    async def fail(self, request_ids: Collection[str], error: str, category: Category) -> None:
-        """Store and report a failure. Requests that have a result keep it."""
+    def resume(self, request_id: str, kind: str, key: Key) -> None:
+        """Wait for the result of a request that an earlier process has stored."""
+        self._wait(request_id, _Waiting(kind, key, asyncio.get_running_loop().create_future()))
+
+    async def fail(
+        self, request_ids: Collection[str], error: str, category: Category, *, runs_again: bool = False
+    ) -> None:
+        """Store and report a failure. Requests that have a result keep it.
+
+        Args:
+            runs_again: keep the requests in the journal: they have changed their model.
+        """
         failed = [r for r in request_ids if r in self._waiting and not self._waiting[r].claimed]
         if not failed:
             return
         for request_id in failed:
             self._waiting[request_id].claimed = True
-        await asyncio.shield(self._store_failure(failed, error, category))
+        await asyncio.shield(self._store_failure(failed, error, category, runs_again))
 
-    async def _store_failure(self, failed: list[str], error: str, category: Category) -> None:
+    async def _store_failure(self, failed: list[str], error: str, category: Category, runs_again: bool) -> None:
         row = {"state": "failed", "error": error, "category": category, "finished": time.time()}
 
         def store(connection: Connection) -> None:
             # A statement has a limit of parameters.
             for i in range(0, len(failed), 500):
-                connection.execute(update(futures).where(futures.c.request_id.in_(failed[i : i + 500])).values(**row))
+                some = failed[i : i + 500]
+                connection.execute(update(futures).where(futures.c.request_id.in_(some)).values(**row))
+                if not runs_again:
+                    connection.execute(delete(journal).where(journal.c.request_id.in_(some)))
 
         # A failure that cannot be stored is reported all the same: the next server finds the row unfinished and fails it.
         try:
@@ -281,10 +317,13 @@ def no_request(request_id: str) -> NotFoundError:
     return NotFoundError(f"request {str(request_id)[:200]!r} is unknown, or its result was delivered and deleted since")
 
 
-def _insert(connection: Connection, row: dict[str, Any]) -> Any:
-    """Insert a row. Returns the one that has its key already, after renewing it if its result is gone."""
+def _insert(connection: Connection, row: dict[str, Any], journaled: Any) -> Any:
+    """Insert a row, and the content of its request. Returns the one that has its key already, after renewing it if its result is gone."""
     statement = _INSERTS[connection.dialect.name](futures).values(**row).on_conflict_do_nothing()
     if connection.execute(statement, execution_options={"preserve_rowcount": True}).rowcount == 1:
+        if journaled is not None:
+            ids = {name: row[name] for name in ("request_id", "model_id", "seq_id")}
+            connection.execute(insert(journal).values(**ids, content=encode_request(journaled), attempts=0))
         return None
     place = "model_id" if row["model_id"] is not None else "sampling_session_id"
     same = and_(futures.c[place] == row[place], futures.c.seq_id == row["seq_id"])

@@ -67,6 +67,8 @@ models = Table(
     Column("user_metadata", JSON),
     Column("created", Float, nullable=False),
     Column("last_request", Float, nullable=False),
+    Column("snapshot_uid", String(64)),  # of the folder from which a restart restores the model
+    Column("snapshot_seq", BigInteger),  # number of the last request that the snapshot contains
 )
 
 futures = Table(
@@ -94,6 +96,17 @@ futures = Table(
     UniqueConstraint("sampling_session_id", "seq_id", name="futures_of_a_sampling_session"),
 )
 
+journal = Table(
+    "journal",
+    metadata,
+    Column("request_id", String(64), primary_key=True),
+    Column("model_id", String(128), nullable=False),
+    Column("seq_id", BigInteger, nullable=False),
+    Column("content", LargeBinary, nullable=False),
+    Column("attempts", Integer, nullable=False),  # servers that have ended before the request did
+)
+"""Requests of live models that are not in a snapshot: those that wait, and those to run again after a restart."""
+
 checkpoints = Table(
     "checkpoints",
     metadata,
@@ -114,6 +127,7 @@ checkpoints = Table(
     Column("expires", Float),
     Column("size_bytes", BigInteger, nullable=False),
     Column("public", Boolean, nullable=False),
+    Column("seq_id", BigInteger),  # number of the request that saved it
 )
 
 sampling_sessions = Table(
@@ -133,6 +147,7 @@ sampling_sessions = Table(
 )
 
 Index("checkpoints_by_expiry", checkpoints.c.expires)
+Index("journal_of_a_model", journal.c.model_id, journal.c.seq_id)
 
 
 def runs_of(owner: str) -> Select[tuple[str]]:

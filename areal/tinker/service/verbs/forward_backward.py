@@ -80,6 +80,8 @@ class ForwardBackward(ModelRequest, kind="forward_backward", batched=True):
 class Forward(ForwardBackward, kind="forward", batched=True):
     """forward: computes a loss and its log-probs."""
 
+    changes_model = False
+
     @staticmethod
     def run_batch(backend: TrainingBackend, prepared: Sequence[PreparedBatch]) -> list[Any]:
         return list(backend.forward(prepared))

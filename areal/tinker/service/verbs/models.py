@@ -72,6 +72,7 @@ class CreateModel(TrainingRequest, kind="create_model"):
         except UserError:
             model.in_backend = False
             raise
+        model.pending = False
         await turn.store_model()
         return {"type": "create_model", "model_id": model.id}
 

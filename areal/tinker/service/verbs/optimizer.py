@@ -56,6 +56,7 @@ class OptimStep(ModelRequest, kind="optim_step"):
 
     params: Mapping[str, float] = field(default_factory=dict)
     optimizer: str = "adamw"
+    uses_gradients = True
 
     def check(self, model: TrainedModel, server: Capabilities) -> AdamParams:
         return check_adam(self.params, self.optimizer, model.optimizer, server.optimizers)

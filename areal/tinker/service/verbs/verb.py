@@ -87,10 +87,14 @@ class TrainingRequest:
     Attributes:
         kind: name in the protocol, under which requests are stored and counted.
         batched: whether one call of the backend may run requests of several models.
+        changes_model: whether the request changes the adapter, its gradients or its moments. After a restart it runs again.
+        uses_gradients: whether the request uses or discards the gradients that wait, also if it fails.
     """
 
     kind: ClassVar[str] = ""
     batched: ClassVar[bool] = False
+    changes_model: ClassVar[bool] = True
+    uses_gradients: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, kind: str = "", batched: bool = False, abstract: bool = False) -> None:
         """Raise a ``TypeError`` if a declaration lacks something."""
@@ -178,6 +182,7 @@ class RefusedRequest(ModelRequest, kind="refused"):
     """
 
     message: str = ""
+    changes_model = False
 
     def check(self, model: TrainedModel, server: Capabilities) -> Any:
         raise UserError(self.message)

@@ -23,6 +23,7 @@ class SaveWeights(ModelRequest, kind="save_weights"):
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: Mapping[str, str] | None = None
+    changes_model = False
 
     async def run(self, turn: RequestTurn) -> dict[str, Any]:
         return {"type": "save_weights", "path": await self._save(turn, "training", turn.backend.save)}
@@ -37,6 +38,7 @@ class SaveWeights(ModelRequest, kind="save_weights"):
             overwrite=self.overwrite,
             ttl_seconds=self.ttl_seconds,
             user_metadata=self.user_metadata,
+            seq_id=turn.seq,
         )
 
 
@@ -129,5 +131,6 @@ async def load_checkpoint(turn: RequestTurn, path: str, *, with_optimizer: bool)
     await turn.require_backend()
     model.in_backend = True
     model.spec = await turn.call(lambda: turn.backend.load(model.id, folder, with_optimizer=with_optimizer))
+    model.pending, model.loaded = False, True
     await turn.store_model()
     return {"type": "load_weights", "path": path, "model_id": model.id}

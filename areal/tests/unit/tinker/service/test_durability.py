@@ -76,11 +76,11 @@ def test_a_restart_keeps_sessions_results_and_snapshots(tmp_path: Path) -> None:
                 assert (await done(service, sample(name, 5))).answers[0].logprobs[0] == 1.0
             assert len(sampling.open_snapshots) == 2
             assert (await service.status())["losses"][model] == losses
-            # A retry of a finished request is answered; a new request is not executed.
+            # A retry of a finished request is answered; a new request is executed.
             assert (await service.submit(train(model, 1))).request_id == passed.request_id
             with pytest.raises(ConflictError):
                 await service.submit(train(model, 1, first=9))
-            assert "create a new model" in await refused(service, train(model, 5), "server")
+            await done(service, train(model, 5))
             folder = next(tmp_path.glob("checkpoints/*/ephemeral/*"))
             await service.finish_session(session)
             assert not folder.exists()
@@ -204,10 +204,10 @@ def test_a_server_that_lost_its_lease_stops_writing_and_fails(tmp_path: Path) ->
 # ---------------------------------------------------------------------- backend
 
 
-def test_the_loss_of_the_backend_fails_its_models_and_the_server_goes_on(tmp_path: Path) -> None:
+def test_without_recovery_the_loss_of_the_backend_fails_its_models_and_the_server_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
         training = FakeTraining()
-        async with serving(tmp_path, training) as service:
+        async with serving(tmp_path, training, recovery=False) as service:
             session = await service.create_session([])
             models = [await new_model(service, session, i) for i in range(3)]
             path = (await done(service, SaveWeights(models[0], 1, digest(1), path="one")))["path"]
@@ -240,7 +240,7 @@ def test_the_loss_of_the_backend_fails_its_models_and_the_server_goes_on(tmp_pat
 def test_a_request_that_arrives_during_a_loss_fails_as_the_others_do(tmp_path: Path) -> None:
     async def main() -> None:
         training, checked = FakeTraining(), threading.Event()
-        async with serving(tmp_path, training) as service:
+        async with serving(tmp_path, training, recovery=False) as service:
             model = await new_model(service)
             path = (await done(service, SaveWeights(model, 1, digest(1), path="one")))["path"]
             # The second request is large: it is being validated when the first one loses the backend.
@@ -269,7 +269,7 @@ def test_a_backend_that_does_not_start_again_is_tried_by_the_next_creation(tmp_p
 
     async def main() -> None:
         training = Stubborn()
-        async with serving(tmp_path, training) as service:
+        async with serving(tmp_path, training, recovery=False) as service:
             session = await service.create_session([])
             model = await new_model(service, session)
             # An unexpected error of a backend that is not healthy is its loss.

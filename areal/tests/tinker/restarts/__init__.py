@@ -1,0 +1,1 @@
+"""A server process that is killed while a client trains."""
