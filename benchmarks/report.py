@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
@@ -103,8 +104,8 @@ def summary(run: Run, day: date) -> str:
         for entry in entries(run, "train")
         if entry.ratio and entry.wrong is None
     ]
-    where = f"On {day.isoformat()}, on {cpu_name()}, one thread per rank; {heading(run)}."
-    return f"{where}\n\n{_markdown(SUMMARY_COLUMNS, rows)}"
+    where = f"On {day.isoformat()}, on {cpu_name()}, one thread of torch per rank; {heading(run)}."
+    return f"{textwrap.fill(where, 100)}\n\n{_markdown(SUMMARY_COLUMNS, rows)}"
 
 
 def _ratio(entry: Entry | None) -> str:

@@ -69,6 +69,7 @@ PRIVATE = str(pyrage.x25519.Identity.generate())
         ("", r"age_encryption_recipients\[1\] is ''"),
         (PRIVATE, r"age_encryption_recipients\[1\] is a private key: send the public one"),
     ],
+    ids=["age", "ssh", "empty", "private"],  # another private key in each process
 )
 def test_bad_recipient_is_named(key: str, message: str, tmp_path: Path) -> None:
     good = str(pyrage.x25519.Identity.generate().to_public())
