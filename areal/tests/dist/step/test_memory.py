@@ -156,10 +156,9 @@ def unsharded_bytes(engine: TrainEngine) -> Iterator[list[int]]:
     def counting(self: Tensor) -> None:
         backward(self)
         parameters = [parameter for group in groups for parameter in group.fsdp_params]
-        grads = [
-            x for p in parameters for x in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if x is not None
-        ]
-        result.append(sum(local_part(grad).nbytes for grad in grads))
+        # From torch 2.15 on both are one tensor.
+        grads = {id(x): x for p in parameters for x in (p.unsharded_accumulated_grad, p._unsharded_param.grad)}
+        result.append(sum(local_part(grad).nbytes for grad in grads.values() if grad is not None))
 
     with mock.patch.object(Tensor, "backward", counting):
         yield result
