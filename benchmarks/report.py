@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from benchmarks.driver import Run
-from benchmarks.machine import cpu_name
+from benchmarks.machine import cores, cpu_name
 from benchmarks.reference import LOGPROBS, LOSSES, NORMS
 from benchmarks.table import Entry, entries
 
@@ -104,7 +104,8 @@ def summary(run: Run, day: date) -> str:
         for entry in entries(run, "train")
         if entry.ratio and entry.wrong is None
     ]
-    where = f"On {day.isoformat()}, on {cpu_name()}, one thread of torch per rank; {heading(run)}."
+    many = f"{cores()} cores" if cores() > 1 else "one core"
+    where = f"On {day.isoformat()}, on {many} of {cpu_name()}, one thread of torch per rank; {heading(run)}."
     return f"{textwrap.fill(where, 100)}\n\n{_markdown(SUMMARY_COLUMNS, rows)}"
 
 

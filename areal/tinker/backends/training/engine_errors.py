@@ -13,9 +13,7 @@ from areal.utils.distributed import EngineLostError
 
 def lost_error(cause: BaseException) -> BackendLostError:
     """Return the error of all calls after the loss of the ranks."""
-    return BackendLostError(
-        f"the training processes were lost, and all models with them; load the last checkpoint: {cause}"
-    )
+    return BackendLostError(f"the training processes were lost, and all models with them: {cause}")
 
 
 @contextmanager
