@@ -112,8 +112,7 @@ bench: $(VENV)/.test ## Measure a training step and a forward, and compare them 
 
 # XLA takes a thread for each core that it may use: on one core all rows have one.
 bench-jax: $(VENV)/.test ## Measure the JAX engine next to FSDP, and write the table of docs/jax.md.
-	OMP_NUM_THREADS=1 taskset -c 0 $(BIN)/python -m benchmarks --workload ragged --rows 'areal fsdp:d' 'areal jax' --rounds 5 \
-	  --docs docs/jax.md $(BENCH_ARGS)
+	taskset -c 0 env $(BENCH) --workload ragged --rows 'areal fsdp:d' 'areal jax' --rounds 5 --docs docs/jax.md $(BENCH_ARGS)
 
 bench-overhead: $(VENV)/.test ## Measure the engine's own overhead, on one rank and on two.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from areal.engine.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, TensorFiles
 from areal.engine.model.hub import copy_model_files, model_folder, read_config
 from areal.utils.dtensor import full_box
+from areal.utils.new_folder import new_folder
 
 _BODY_FILE, _HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
 
@@ -33,10 +34,7 @@ def write_untied_copy(path: str, folder: Path) -> None:
         raise ValueError(f"folder = {str(folder)!r} exists: remove it, or name another one")
     source = model_folder(path)
     tied, head = _tied_names(path)
-    draft = folder.with_name(f"{folder.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with new_folder(folder) as draft:
         # Configuration and files without weights.
         config = json.loads((source / "config.json").read_text())
         for part in (config, config.get("text_config")):
@@ -44,29 +42,24 @@ def write_untied_copy(path: str, folder: Path) -> None:
                 part["tie_word_embeddings"] = False
         (draft / "config.json").write_text(json.dumps(config, indent=2))
         copy_model_files(path, draft)
-        # Files of weights. The single file gets another name: transformers would read it instead of the index.
         with TensorFiles.of_model(source) as tensors:
+            # Files of weights. The single file gets another name: transformers would read it instead of the index.
             weight_map = {key: tensors.file_of(key).name for key in tensors}
-        files = {file: _BODY_FILE if file == SINGLE_FILE else file for file in weight_map.values()}
-        for file, name in files.items():
-            shutil.copyfile(source / file, draft / name)
-        weight_map = {key: files[file] for key, file in weight_map.items()}
-        # The head.
-        if head not in weight_map:
-            with TensorFiles.of_model(source) as tensors:
+            files = {file: _BODY_FILE if file == SINGLE_FILE else file for file in weight_map.values()}
+            for file, name in files.items():
+                shutil.copyfile(source / file, draft / name)
+            weight_map = {key: files[file] for key, file in weight_map.items()}
+            # The head.
+            if head not in weight_map:
                 key = next((name for name in tied if name in tensors), None)
                 if key is None:
                     raise ValueError(f"path = {path!r}: its files have none of {tied}")
                 weight = tensors.read(key, full_box(tensors.shape(key)))
-            save_file({head: weight.contiguous()}, draft / _HEAD_FILE, {"format": "pt"})
-            weight_map[head] = _HEAD_FILE
+                save_file({head: weight.contiguous()}, draft / _HEAD_FILE, {"format": "pt"})
+                weight_map[head] = _HEAD_FILE
         size = sum((draft / name).stat().st_size for name in set(weight_map.values()))
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (draft / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True))
-        draft.rename(folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def _tied_names(path: str) -> tuple[list[str], str]:

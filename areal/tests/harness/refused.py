@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from areal.utils.releases import installed_release
+
+NEEDS_RESET = pytest.mark.skipif(installed_release("torch") < (2, 13), reason="torch cannot reset FSDP before 2.13")
+"""Marks tests of an engine on one rank that goes on after an error of the model."""
 
 _NOT_IN_PEFT = re.compile(r"cannot import name '(\w+)' from 'peft\.")
 """Transformers 5.6 allows peft 0.18.0, and loads no adapter with it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ class Shapes:
     tokens: int
     keep_bytes: int = 2**30
 
-    @property
+    @cached_property
     def spec(self) -> ModelSpec:
         """What the programs depend on."""
         mesh = Mesh(np.array(self.devices, dtype=object).reshape(1, *self.layout), AXES)

@@ -23,6 +23,7 @@ from areal.engine.registry import create_engine
 from areal.tests.harness import pool as pool_module
 from areal.tests.harness.limits import promptly
 from areal.tests.harness.pool import Pool, WorldFailure
+from areal.tests.harness.refused import NEEDS_RESET
 from areal.tests.harness.tiny import (
     config,
     family_dir,
@@ -38,9 +39,6 @@ from areal.tests.harness.tiny import (
 from areal.tests.harness.worker import Call
 from areal.tests.harness.world import world
 from areal.utils.distributed import RankLostError
-from areal.utils.releases import installed_release
-
-NEEDS_RESET = pytest.mark.skipif(installed_release("torch") < (2, 13), reason="torch cannot reset FSDP before 2.13")
 
 UNUSABLE = "the engine cannot be used any more"
 

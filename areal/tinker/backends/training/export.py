@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from areal.engine.lora.adapter_set import peft_format
+from areal.utils.new_folder import new_folder
 
 
 def export_adapter(source: Path, folder: Path, model: str) -> None:
@@ -19,13 +20,9 @@ def export_adapter(source: Path, folder: Path, model: str) -> None:
     Raises:
         ValueError: the adapter or the model cannot be read.
     """
-    draft = folder.with_name(f"{folder.name}.draft")
     try:
-        files = peft_format().service_files(source, model)
-        draft.mkdir()
-        for name, content in files.items():
-            (draft / name).write_bytes(content)
-        draft.rename(folder)
+        with new_folder(folder) as draft:
+            for name, content in peft_format().service_files(source, model).items():
+                (draft / name).write_bytes(content)
     finally:
-        for path in (source, draft):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(source, ignore_errors=True)

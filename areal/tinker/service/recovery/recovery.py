@@ -120,7 +120,7 @@ class Recovery:
             await asyncio.to_thread(self._registry.files.remove, self._registry.files.live(model_id, uid))
 
     async def save_timed_out(self, model: LiveModel) -> str | None:
-        """Save a checkpoint of a model whose client is away. Returns its path; ``None`` if it has no room."""
+        """Save a checkpoint of a model whose client is away. Returns its path; ``None`` without room for it."""
 
         def write(folder: Path) -> Awaitable[None]:
             return self._thread.call(self._backend.save, model.id, folder)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from areal.tinker.backends.errors import UserError
+from areal.utils.new_folder import new_folder
 
 MAX_RECIPIENTS = 10
 SUFFIX = ".age"
@@ -54,14 +53,10 @@ def encrypt_folder(source: Path, folder: Path, recipients: Sequence[Any]) -> Non
         folder: new folder. Each file has the suffix ``.age``.
         recipients: those who can decrypt, from :func:`parse_recipients`.
     """
-    draft = folder.with_name(f"{folder.name}.encrypting")
-    try:
-        draft.mkdir()
+    pyrage = _pyrage()
+    with new_folder(folder) as draft:
         for file in source.iterdir():
-            _pyrage().encrypt_file(str(file), str(draft / f"{file.name}{SUFFIX}"), list(recipients))
-        os.replace(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+            pyrage.encrypt_file(str(file), str(draft / f"{file.name}{SUFFIX}"), list(recipients))
 
 
 def _pyrage() -> Any:

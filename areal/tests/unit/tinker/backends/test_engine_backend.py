@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from areal.tests.grid.models import VOCAB, model_dir
+from areal.tests.harness.refused import NEEDS_RESET
 from areal.tests.unit.tinker.backends.conftest import Start
 from areal.tests.unit.tinker.backends.reference import (
     STEP,
@@ -28,7 +29,6 @@ from areal.tinker.backends.errors import BackendLostError, ServerError, UserErro
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, Datum, PassResult, PreparedBatch
 from areal.tinker.backends.training.engine_backend import EngineBackend
 from areal.utils.distributed import EngineLostError
-from areal.utils.releases import installed_release
 
 INFINITE = scaled(data("logprobs", "advantages"), 1e30, "logprobs")
 """Data whose ratios overflow."""
@@ -220,7 +220,7 @@ def test_request_that_fails_alone_leaves_nothing_pending(backend: EngineBackend)
     assert same(weights(backend, "a"), weights(backend, "b"))
 
 
-@pytest.mark.skipif(installed_release("torch") < (2, 13), reason="torch cannot reset FSDP before 2.13")
+@NEEDS_RESET
 def test_error_of_the_model_is_an_error_of_the_server(backend: EngineBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients of an earlier request, which are kept."""
     trained(backend, "a")
