@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-vllm test-tpu test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -95,6 +95,9 @@ test-mutants: $(VENV)/.test $(TINKER) ## Plant bugs one at a time and check that
 
 test-cookbook: $(VENV)/.test $(VENV)-tinker-cookbook/.ready $(MODEL) ## Run recipes of the published tinker-cookbook against the server.
 	$(BIN)/python -m pytest -q -rA areal/tests/tinker/cookbook
+
+test-kills: $(VENV)/.test ## Kill a Tinker server 30 times and end it once; a client that only retries sees the bits of a run without.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA areal/tests/tinker/restarts --kills 30 $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.test $(VENV)-vllm/.ready ## Run the tests that need a real vLLM server, on the CPU.
 	test -x $(VENV)-vllm/bin/python

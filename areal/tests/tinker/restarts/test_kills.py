@@ -11,14 +11,12 @@ import pytest
 from areal.tests.tinker.restarts.kills import KilledServer, RetryingClient, train
 from areal.tests.tinker.sdk.server import model_with_tokenizer
 
-CASES = [(12, 2), (200, 30)]
-"""Steps and SIGKILLs of a run, which has one SIGTERM more."""
-
 
 @pytest.mark.own_world
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("steps", "kills"), CASES)
-def test_kills_of_the_process_change_no_bit(tmp_path: Path, steps: int, kills: int) -> None:
+def test_kills_of_the_process_change_no_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    kills: int = pytestconfig.getoption("--kills")
+    steps = 20 * kills // 3
     model = model_with_tokenizer(tmp_path / "model")
     chosen = random.Random(kills).sample(range(1, steps), kills + 1)
     ends = dict.fromkeys(chosen, signal.SIGKILL) | {chosen[0]: signal.SIGTERM}

@@ -8,7 +8,7 @@ from common import ADAM, datum, resumed, service, trainer
 from sampling import answers, resolved
 from training import steps
 
-REQUESTS = 400
+REQUESTS = 120
 
 
 def main() -> None:
