@@ -47,7 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--only-planted", action="store_true", help="leave out the tests themselves")
     parser.addoption("--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --plant")
-    parser.addoption("--kills", type=int, default=2, metavar="N", help="SIGKILLs of a server of areal/tests/tinker/restarts")
+    parser.addoption(
+        "--kills", type=int, default=2, metavar="N", help="SIGKILLs of a server of areal/tests/tinker/restarts"
+    )
     parser.addoption("--costs", default="", metavar="FILE", help="write the CPU-seconds of each test to a file")
 
 
