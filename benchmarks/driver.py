@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import available_mb, gemm_rate
+from areal.utils.profiling import host_memory
+from benchmarks.machine import gemm_rate
 from benchmarks.reference import STEPS, Reference, reference
 from benchmarks.row_processes import RowProcesses
 from benchmarks.rows import RowSpec, Task
@@ -86,7 +87,8 @@ def measure(
             for _ in range(STEPS - 1):
                 contestant.step(give_back=True)
             say(f"{contestant.label}: {contestant.failure or 'ready'}")
-        crowded = sum(c.steps[-1].rise_mb * c.task.ranks for c in contestants if c.steps) > 0.8 * available_mb()
+        rise = sum(c.steps[-1].rise_mb * c.task.ranks for c in contestants if c.steps)
+        crowded = rise > 0.8 * host_memory.available_bytes() / 2**20
         for contestant in contestants:
             contestant.step(give_back=crowded)
         for number in range(rounds):

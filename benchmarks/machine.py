@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import platform
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-_STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+from areal.utils.profiling import host_memory
 
 
 def memory_mb(peak: bool = False) -> float:
-    """Return the resident memory of this process in MB (2**20 bytes), now or the peak since :func:`forget_peak`; NaN without ``/proc``."""
-    return _megabytes(_STATUS, "VmHWM:" if peak else "VmRSS:")
-
-
-def available_mb() -> float:
-    """Return the available memory of the machine in MB; NaN without ``/proc``."""
-    return _megabytes(_MACHINE, "MemAvailable:")
-
-
-def _megabytes(file: Path, field: str) -> float:
-    if not file.exists():
-        return float("nan")
-    return next(int(line.split()[1]) / 1024 for line in file.read_text().splitlines() if line.startswith(field))
-
-
-def forget_peak() -> None:
-    """Reset the memory peak to the current resident memory; no effect where the system does not allow it."""
-    with suppress(OSError):
-        _CLEAR.write_text("5")
+    """Return the resident memory of this process in MB (2**20 bytes), now or the peak since its reset; NaN without ``/proc``."""
+    nbytes = host_memory.resident_bytes(peak=peak)
+    return float("nan") if nbytes is None else nbytes / 2**20
 
 
 def give_back() -> None:
     """Return free memory to the system, so that the next row can use it; no effect if libc cannot."""
     gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    host_memory.trim()
 
 
 def cores() -> int:

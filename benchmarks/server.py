@@ -27,7 +27,7 @@ from areal.api import Batch, LoRAConfig, StepSettings, TokenOutputs
 from areal.inference import LocalRollout, Sampling
 from benchmarks.model import Size, write_model
 
-ROUNDS = 40
+ROUNDS, RESTART_ROUNDS = 40, 400
 SIZE = Size(hidden=64, layers=2, vocabulary=512)
 CLIENT = Path(__file__).with_name("server_client.py")
 SDK = Path(__file__).parents[1] / ".venv-tinker-0.38.0" / "bin" / "python"
@@ -75,10 +75,10 @@ def generator_sample(path: str) -> list[float]:
 
 
 @contextmanager
-def server(model: str, root: str) -> Iterator[tuple[str, psutil.Process]]:
+def server(model: str, root: str, *options: str) -> Iterator[tuple[str, psutil.Process]]:
     """Start a server process. Yields its address and the process."""
     command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--root", root, "--port", "0"]
-    command += ["--backend-config", '{"dtype": "float32"}', "--sampler-config", '{"dtype": "float32"}']
+    command += [*options, "--backend-config", '{"dtype": "float32"}', "--sampler-config", '{"dtype": "float32"}']
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             lines = iter(process.stdout or ())
@@ -86,6 +86,20 @@ def server(model: str, root: str) -> Iterator[tuple[str, psutil.Process]]:
             yield address, psutil.Process(process.pid)
         finally:
             process.terminate()
+
+
+def cost_of_restarts(model: str, root: str) -> float:
+    """Return the time of steps on a server that can be restarted, by that on one that cannot."""
+    with (
+        server(model, f"{root}/with", "--sampler", "none") as (first, _),
+        server(model, f"{root}/without", "--no-recovery", "--sampler", "none") as (second, _),
+    ):
+        command = [str(SDK), str(CLIENT), model, str(RESTART_ROUNDS), first, second]
+        environment = {**os.environ, "TINKER_API_KEY": "tml-benchmark"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    times: list[tuple[float, float]] = json.loads(done.stdout.splitlines()[-1])
+    # Sums: some steps wait for a snapshot.
+    return sum(row[0] for row in times) / sum(row[1] for row in times)
 
 
 def idle_cpu(process: psutil.Process) -> float:
@@ -121,6 +135,7 @@ def main() -> None:
                 # The client goes on with ten requests that wait for a result.
                 idle = idle_cpu(process)
                 client.kill()
+        restarts = cost_of_restarts(path, folder)
     if not line:
         raise SystemExit("the client failed")
     times = json.loads(line)
@@ -135,6 +150,7 @@ def main() -> None:
         print(
             f"requests of {tokens} tokens: one client {one:.1f} per s, eight adapters {eight:.1f} per s: {ratio:.2f}x"
         )
+    print(f"a step on a server that can be restarted: {restarts:.2f} of one with --no-recovery")
     print(f"CPU of the server in {IDLE_SECONDS:.0f} s with ten waiting clients: {idle:.2f} s")
 
 

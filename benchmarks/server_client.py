@@ -1,6 +1,6 @@
 """Client of ``benchmarks.server``: runs where the tinker SDK is installed, and prints its times as JSON.
 
-python server_client.py BASE_MODEL ROUNDS, with TINKER_BASE_URL and TINKER_API_KEY
+python server_client.py BASE_MODEL ROUNDS, with TINKER_BASE_URL and TINKER_API_KEY; with two addresses more, the steps of two servers in turns
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ def datum(tokens: int) -> tinker.Datum:
     )
 
 
-def milliseconds(work: Callable[[], object], rounds: int) -> list[float]:
-    """Return the time of each call, after three calls to warm up."""
+def milliseconds(works: list[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Return for each round the times of all calls, which have their turns one after the other, after three rounds to warm up."""
     times = []
     for number in range(rounds + 3):
-        start = time.perf_counter()
-        work()
+        row = []
+        for work in works:
+            start = time.perf_counter()
+            work()
+            row.append(1e3 * (time.perf_counter() - start))
         if number >= 3:
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append(row)
     return times
 
 
@@ -78,22 +81,33 @@ def wait(client: tinker.TrainingClient, count: int) -> None:
         thread.join()
 
 
-def main(base_model: str, rounds: int) -> None:
-    service = tinker.ServiceClient()
-    clients = [service.create_lora_training_client(base_model, rank=RANK, seed=index).result() for index in range(8)]
+def step_of(client: tinker.TrainingClient) -> Callable[[], None]:
+    """Return a function that runs one step. Both requests are sent before the first answer is read."""
     batch = [datum(64)] * 4
 
     def step() -> None:
-        # Both requests are sent before the first answer is read.
-        passed, stepped = clients[0].forward_backward(batch, "cross_entropy"), clients[0].optim_step(ADAM)
+        passed, stepped = client.forward_backward(batch, "cross_entropy"), client.optim_step(ADAM)
         passed.result()
         stepped.result()
 
+    return step
+
+
+def compare(base_model: str, rounds: int, addresses: list[str]) -> None:
+    """Print the times of steps of several servers, which have their turns one after the other."""
+    services = [tinker.ServiceClient(base_url=address) for address in addresses]
+    steps = [step_of(each.create_lora_training_client(base_model, rank=RANK, seed=0).result()) for each in services]
+    print(json.dumps(milliseconds(steps, rounds)), flush=True)
+
+
+def main(base_model: str, rounds: int) -> None:
+    service = tinker.ServiceClient()
+    clients = [service.create_lora_training_client(base_model, rank=RANK, seed=index).result() for index in range(8)]
     sampler = service.create_sampling_client(base_model=base_model).result()
     prompt, greedy = tinker.ModelInput.from_ints(list(range(1, 17))), tinker.SamplingParams(max_tokens=16, stop=[])
     times: dict[str, object] = {
-        "step": milliseconds(step, rounds),
-        "sample": milliseconds(lambda: sampler.sample(prompt, 1, greedy).result(), rounds),
+        "step": [row[0] for row in milliseconds([step_of(clients[0])], rounds)],
+        "sample": [row[0] for row in milliseconds([lambda: sampler.sample(prompt, 1, greedy).result()], rounds)],
     }
     for tokens in (45, 900):
         # In turns, so that a change of the machine's speed meets both.
@@ -107,4 +121,7 @@ def main(base_model: str, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    if len(sys.argv) > 3:
+        compare(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    else:
+        main(sys.argv[1], int(sys.argv[2]))

@@ -19,13 +19,14 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from benchmarks.machine import forget_peak, give_back, memory_mb
+from areal.utils.profiling import host_memory
+from benchmarks.machine import give_back, memory_mb
 from benchmarks.rows import Row, Task, build
 
 
 def timed(work: Callable[[], Any], before_mb: float) -> tuple[Any, dict[str, float]]:
     """Run ``work``; returns its result, its seconds, and its peak memory in MB, in total and above ``before_mb``."""
-    forget_peak()
+    host_memory.reset_peak()
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
     taken = {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}

@@ -22,7 +22,7 @@ from areal.cli.connections import connection_class
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
 from areal.tinker.api.key_file import User, read_users
-from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend
+from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend, share_base_model
 from areal.tinker.service.service import Service
 from areal.tinker.service.settings import ServiceLimits, ServiceSettings
 
@@ -148,6 +148,7 @@ def _serve(options: ServeOptions) -> Exception | None:
         model, sampler = options.model, options.sampler
         training = create_training_backend(model, options.backend, training_config)
         sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
+        share_base_model(training, sampling)
         service = Service(training, sampling, settings)
         served = f"{model} ({options.backend}, sampler {sampler})"
         banner = _banner(listener, options.host, served, settings.base_models[0], bool(api.users))

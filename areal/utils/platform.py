@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
+
+from areal.utils.profiling import host_memory
 
 GLOO = "gloo"
 """Backend of process groups on CPUs, and of ranks that share a GPU."""
@@ -108,8 +109,7 @@ def total_memory(device: torch.device) -> int:
     """Return the bytes of memory of a device: of the GPU, or of the host for each of its ranks."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    return host_memory.total_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def free_memory(device: torch.device) -> int:
@@ -117,13 +117,28 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    # Linux counts caches that it can drop as available.
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 // ranks
-    return total_memory(device)
+    return host_memory.available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let the peak of :func:`used_bytes` begin anew. On a CPU that needs Linux: elsewhere there is no peak."""
+    if device.type == "cpu":
+        host_memory.reset_peak()
+    else:
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def used_bytes(device: torch.device, *, peak: bool = False) -> int:
+    """Return the bytes that this process uses of a device: of a GPU its tensors, of a CPU what is resident; 0 if unknown."""
+    if device.type == "cpu":
+        return host_memory.resident_bytes(peak=peak) or 0
+    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Return unused host memory to the system. On a GPU, the unused memory of the allocator counts as free."""
+    if device.type == "cpu":
+        host_memory.trim()
 
 
 def reserved_bytes(device: torch.device) -> int:

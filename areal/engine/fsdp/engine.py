@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from areal.engine.torch.offload import ShardedOffload
 from areal.engine.torch.pipeline_split import plan_pipeline_split
 from areal.engine.torch.weights import ShardedWeights, init_weights, load_weights
 from areal.utils.bf16_adamw import BFloat16AdamW
-from areal.utils.dtensor import local_part, reshard
+from areal.utils.dtensor import local_part, local_shard, reshard
 from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, release_groups
 from areal.utils.releases import reset_iter_state
 
@@ -138,6 +138,18 @@ class FSDPEngine(BaseTrainEngine):
         inputs = model_inputs(mb, cp, outputs, temperature, rows=self._rows, routing=components.routing)
         out = model(inputs, hidden)
         return out if isinstance(out, Tensor) else TokenOutputs(**out)
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Return the model's parameters by their names in transformers if this rank holds each whole, else none.
+
+        They are the engine's own memory: others may read it while the model is not trained.
+        """
+        if self.dims.world_size > 1:
+            return {}
+        chunks = cast(ModelChunks, self._require_components().model)
+        return {
+            name.removeprefix("hf."): local_shard(x)[0] for name, x in chunks.stored() if isinstance(x, nn.Parameter)
+        }
 
     def _finalize_grads(self) -> None:
         if self._gradients is not None:

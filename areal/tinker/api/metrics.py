@@ -42,6 +42,17 @@ class _Status(Collector):
         for kind, seconds in status.get("seconds", {}).items():
             spent.add_metric([kind], seconds)
         yield spent
+        tokens = CounterMetricFamily(
+            "areal_tokens", "Tokens of training passes, and of sampled answers", labels=["kind"]
+        )
+        for kind, numbers in status.get("tokens", {}).items():
+            tokens.add_metric([kind], numbers["count"])
+        yield tokens
+        memory = GaugeMetricFamily("areal_memory_bytes", "Memory of the server's process", labels=["device", "state"])
+        for device, numbers in status.get("memory", {}).items():
+            for state, nbytes in numbers.items():
+                memory.add_metric([device, state], nbytes)
+        yield memory
 
 
 class ServerMetrics:

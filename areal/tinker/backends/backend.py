@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import (
@@ -134,6 +136,22 @@ class SamplingBackend(Protocol):
 
     async def close(self) -> None:
         """Release everything. May be called twice."""
+
+
+@runtime_checkable
+class LendsParameters(Protocol):
+    """A training backend whose base model a sampler of the same process can read."""
+
+    def base_parameters(self) -> Mapping[str, Tensor]:
+        """Return the parameters of the base model that are whole in this process, by their names in transformers."""
+
+
+@runtime_checkable
+class BorrowsParameters(Protocol):
+    """A sampling backend that can read the base model of a training backend, in place of its own."""
+
+    def borrow(self, parameters: Mapping[str, Tensor]) -> int:
+        """Use these parameters where dtype and device are those of its own, whose memory is freed. Returns their bytes."""
 
 
 class TrainingFactory(Protocol):

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from areal.entry_points import SAMPLING_GROUP, TRAINING_GROUP, registered_entry, registered_names
-from areal.tinker.backends.backend import SamplingBackend, SamplingFactory, TrainingBackend, TrainingFactory
+from areal.tinker.backends.backend import (
+    BorrowsParameters,
+    LendsParameters,
+    SamplingBackend,
+    SamplingFactory,
+    TrainingBackend,
+    TrainingFactory,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def create_training_backend(model: str, backend: str, config: Mapping[str, Any]) -> TrainingBackend:
@@ -28,6 +38,16 @@ def create_sampling_backend(model: str, sampler: str, config: Mapping[str, Any])
     """Start the sampler of this name. Arguments and errors are as for :func:`create_training_backend`."""
     factory: SamplingFactory = _load(SAMPLING_GROUP, "sampler", sampler)
     return factory(model, config)
+
+
+def share_base_model(training: TrainingBackend, sampling: SamplingBackend | None) -> None:
+    """Let a sampler read the base model of a training backend of the same process, so that it is in memory once."""
+    if isinstance(training, LendsParameters) and isinstance(sampling, BorrowsParameters):
+        nbytes = sampling.borrow(training.base_parameters())
+        if nbytes:
+            logger.info(
+                "the sampler reads the base model of the training backend: %.0f MiB are in memory once", nbytes / 2**20
+            )
 
 
 def backend_names(group: str) -> list[str]:

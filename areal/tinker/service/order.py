@@ -137,6 +137,7 @@ class LiveModel(TrainedModel):
         return {
             "model_id": self.id,
             "session_id": self.session_id,
+            "owner": self.owner,
             "rank": self.spec.rank if self.spec else None,
             "created": self.created,
             "last_request": self.last_request,

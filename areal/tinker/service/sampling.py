@@ -30,6 +30,7 @@ from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.files import parse_path
 from areal.tinker.service.store.futures import Futures, Key
 from areal.tinker.service.store.tables import sampling_sessions
+from areal.utils.profiling.token_rate import TokenRate
 
 NO_SAMPLER = "this server has no sampler: it was started without one"
 
@@ -74,6 +75,7 @@ class Samplers:
         self._running = asyncio.Semaphore(settings.running_samples)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds = 0.0
+        self.tokens = TokenRate()
 
     @property
     def queued(self) -> int:
@@ -301,15 +303,19 @@ class Samplers:
 
     async def _run(self, request_id: str, session: _Session | None, request: Sample, prepared: SamplingRequest) -> None:
         """Sample, and store the result or the failure."""
-        started = time.monotonic()
         try:
             if self._backend is None or self._snapshots is None:
                 raise UserError(NO_SAMPLER)
             async with self._running:
                 weights = session or await self._named(request)
                 async with self._snapshots.use(weights.uid, weights.folder) as snapshot:
-                    result = await self._backend.sample(snapshot, prepared)
-                    weights.used = time.monotonic()
+                    started = time.monotonic()
+                    try:
+                        result = await self._backend.sample(snapshot, prepared)
+                    finally:
+                        weights.used = time.monotonic()
+                        self.seconds += weights.used - started
+            self.tokens.add(sum(len(answer.tokens) for answer in result.answers))
             await self._futures.finish(request_id, _mask_prompt(result, request.prompt_logprobs_last_n))
             self.counts["sample", "done"] += 1
         except Exception as error:
@@ -318,8 +324,6 @@ class Samplers:
                 logger.exception("sampling failed")
             self.counts["sample", "refused" if user else "failed"] += 1
             await self._futures.fail([request_id], str(error) or type(error).__name__, "user" if user else "server")
-        finally:
-            self.seconds += time.monotonic() - started
 
     # ------------------------------------------------------------------ weights
 

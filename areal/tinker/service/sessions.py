@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Session:
     id: str
+    display_name: str | None
     seen: float = field(default_factory=time.monotonic)
     timer: asyncio.TimerHandle | None = None
 
@@ -45,9 +46,9 @@ class Sessions:
 
     async def start(self) -> None:
         """Wait for the clients of sessions of an earlier process."""
-        live = select(sessions.c.id).where(sessions.c.state == "live")
-        for name in await self._database.read(lambda connection: connection.execute(live).scalars().all()):
-            self._watch(_Session(name))
+        live = select(sessions.c.id, sessions.c.display_name).where(sessions.c.state == "live")
+        for row in await self._database.read(lambda connection: connection.execute(live).all()):
+            self._watch(_Session(*row))
 
     async def stop(self) -> None:
         """Stop all timers. Sessions stay alive for the next process."""
@@ -68,14 +69,14 @@ class Sessions:
         display_name: str | None,
     ) -> str:
         """Store a new session. Returns its id."""
-        name = str(uuid.uuid4())
+        name, shown = str(uuid.uuid4()), _text(display_name)
         row = {
             "id": name,
             "owner": owner,
             "state": "live",
             "tags": list(tags),
             "created": time.time(),
-            "display_name": _text(display_name),
+            "display_name": shown,
         }
         row |= {
             "user_metadata": user_metadata,
@@ -83,7 +84,7 @@ class Sessions:
             "project_id": _text(project_id, 255),
         }
         await self._database.write(lambda connection: connection.execute(insert(sessions).values(**row)))
-        self._watch(_Session(name))
+        self._watch(_Session(name, shown))
         return name
 
     def touch(self, session_id: str) -> None:
@@ -99,6 +100,11 @@ class Sessions:
     def count(self) -> int:
         """Return the number of live sessions."""
         return len(self._live)
+
+    def display_name(self, session_id: str) -> str | None:
+        """Return the name that a client has given to a live session."""
+        session = self._live.get(session_id)
+        return None if session is None else session.display_name
 
     async def finish(
         self, session_id: str, reason: Mapping[str, Any] | None, message: str, timed_out: bool = False

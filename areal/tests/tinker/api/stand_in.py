@@ -189,7 +189,10 @@ class StandInService:
             "healthy": self.is_healthy,
             "base_model": "tiny",
             "sessions": 1,
-            "models": [{"model_id": HOSTILE, "rank": 8, "queued": 2, "seq_id": 3, "created": 1e9, "last_request": 1e9}],
+            "models": [
+                {"name": "first run", "model_id": HOSTILE, "owner": "ann", "rank": 8, "queued": 2, "seq_id": 3}
+                | {"created": 1e9, "last_request": 1e9}
+            ],
             "queue": {"training": 2, "sampling": 1, "pending": 4},
             "losses": {
                 HOSTILE: [{"seq_id": seq, "loss": loss, "tokens": 9} for seq, loss in ((1, 4.0), (2, 2.5), (3, 1.25))]
@@ -200,6 +203,8 @@ class StandInService:
             "checkpoint_count": 1,
             "requests": [{"kind": "forward", "result": "refused", "count": 2}],
             "seconds": {"forward": 0.5},
+            "tokens": {"training": {"count": 900, "per_second": 12.5}, "sampling": {"count": 40, "per_second": 0.5}},
+            "memory": {"host": {"used": 3 * 2**30, "free": 5 * 2**30}},
         }
 
 

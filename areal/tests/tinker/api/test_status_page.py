@@ -44,9 +44,14 @@ def test_the_page_shows_the_state_and_escapes_names(url: str, tmp_path: Path) ->
     page = done.stdout
     assert '<span id="health" class="good">healthy</span>' in page
     assert "active sessions: 1" in page
-    # Three points of the curve, and the last loss.
-    assert "2.0,2.0 100.0,32.5 198.0,58.0" in page
-    assert "3 passes, last 1.250" in page
+    # Three points of the curve by token, of which each request has nine, between labelled axes, and the last loss.
+    assert "44.0,8.0 139.0,49.5 234.0,84.0" in page
+    for label in (">0.4444<", ">0.1389<", ">loss per token<", ">request (seq_id)<", "3 passes, last 0.1389"):
+        assert label in page
+    assert "<td>first run</td>" in page
+    assert "<td>ann</td>" in page
+    assert "<td>training, tokens per second in the last minute</td><td>12.5</td>" in page
+    assert "<td>memory of host, MiB free</td><td>5120</td>" in page
     assert "<td>2</td><td>1</td><td>4</td>" in page  # the queue
     assert "2001" in page
     # Names of runs are text: they add no element and run no script.

@@ -101,6 +101,16 @@ class LocalSampler:
         """Return the sizes against which requests are checked."""
         return self._limits
 
+    def borrow(self, parameters: Mapping[str, torch.Tensor]) -> int:
+        """Use these parameters of the base model in place of its own, where they are alike. Returns their bytes."""
+        borrowed = 0
+        for name, own in self.rollout.model.named_parameters():
+            other = parameters.get(name)
+            if other is not None and (other.shape, other.dtype, other.device) == (own.shape, own.dtype, own.device):
+                own.data = other
+                borrowed += other.nbytes
+        return borrowed
+
     async def open(self, snapshot: str, folder: Path | None) -> None:
         """Serve the adapter in ``folder``, or the base model for ``None``, under the name ``snapshot``."""
         async with self._opening:

@@ -1,13 +1,31 @@
-"""Memory of adapters on the ranks: how much one needs, and how much is available."""
+"""Adapters of models, and their memory on the ranks: how much one needs, and how much is available."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from areal.api import EngineMemory, TrainEngine
+from areal.tinker.backends.prepared import AdapterSpec
 from areal.utils.platform import free_memory
+
+
+@dataclass
+class Slot:
+    """An adapter of the engine that belongs to a model.
+
+    Attributes:
+        name: name in the engine.
+        adapter: description of the model's adapter.
+        nbytes: bytes on each rank, with gradients and optimizer state.
+        pending: gradients wait for a step.
+    """
+
+    name: str
+    adapter: AdapterSpec
+    nbytes: list[int] = field(default_factory=list)
+    pending: bool = False
 
 
 @dataclass(frozen=True)

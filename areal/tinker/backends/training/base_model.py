@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from areal.api import TrainEngine
 from areal.engine.model.hub import max_positions, model_folder, read_config
 
 _SAMPLED_BYTES = 4096
@@ -88,3 +91,9 @@ def _sampled_tensors(file: Path) -> dict[str, bytes]:
             values = stream.read(min(_SAMPLED_BYTES, end - begin))
             sampled[name] = f"{name} {entry['dtype']} {entry['shape']}".encode() + values
     return sampled
+
+
+def whole_parameters(engine: TrainEngine, _: Any) -> Mapping[str, Tensor]:
+    """Return the base model's parameters by their names in transformers; none from an engine that holds them in another form."""
+    whole: Callable[[], Mapping[str, Tensor]] = getattr(engine, "whole_parameters", dict)
+    return whole()

@@ -8,14 +8,14 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from areal.api import FinetuneSpec, LoRAConfig
-from areal.dispatch import WorkerGroup
+from areal.dispatch import InProcess, WorkerGroup
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
 from areal.tinker.backends.backend import ModelLimits
@@ -23,11 +23,12 @@ from areal.tinker.backends.errors import BackendLostError, ServerError, UserErro
 from areal.tinker.backends.losses.loss_table import loss_keys, make_loss
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, PassResult, PreparedBatch
 from areal.tinker.backends.training.adam import step_settings
-from areal.tinker.backends.training.adapter_memory import RankMemory, rank_memory, shortage
-from areal.tinker.backends.training.base_model import find_base_model
+from areal.tinker.backends.training.adapter_memory import RankMemory, Slot, rank_memory, shortage
+from areal.tinker.backends.training.base_model import find_base_model, whole_parameters
 from areal.tinker.backends.training.engine_config import EngineBackendConfig
 from areal.tinker.backends.training.engine_errors import lost_error, protocol_errors
 from areal.tinker.backends.training.export import export_adapter
+from areal.tinker.backends.training.pass_memory import PassMemory
 from areal.tinker.backends.training.passes import (
     SHORT,
     Pass,
@@ -35,6 +36,7 @@ from areal.tinker.backends.training.passes import (
     engine_samples,
     no_loss,
     no_weight,
+    probe_pass,
     rounds_alike,
     run_passes,
     threads,
@@ -50,23 +52,6 @@ _KINDS: tuple[Literal["attention", "mlp", "head"], ...] = ("attention", "mlp", "
 
 _ABOUT = "tinker"
 """Entry of a checkpoint's manifest that describes the model."""
-
-
-@dataclass
-class Slot:
-    """An adapter of the engine that belongs to a model.
-
-    Attributes:
-        name: name in the engine.
-        adapter: description of the model's adapter.
-        nbytes: bytes on each rank, with gradients and optimizer state.
-        pending: gradients wait for a step.
-    """
-
-    name: str
-    adapter: AdapterSpec
-    nbytes: list[int] = field(default_factory=list)
-    pending: bool = False
 
 
 class EngineBackend:
@@ -115,7 +100,15 @@ class EngineBackend:
         self._selected = DEFAULT_NAME
         self._names = self.group.adapters.names
         self._empty: list[RankMemory] = self.group.run(rank_memory)
+        self._pass_memory = {
+            train: PassMemory(self.group, self._config.max_tokens_per_mb, functools.partial(self._probe, train))
+            for train in (True, False)
+        }
         self._lost = None
+
+    def _probe(self, train: bool, tokens: int) -> None:
+        """Run a pass of so many tokens on the engine's first adapter, which is never trained."""
+        run_passes(self.group, self._names, [probe_pass(DEFAULT_NAME, tokens, self._limits.max_tokens)], train=train)
 
     def _most_shared_tokens(self, dtype: str) -> int:
         """Return the most tokens of a request that shares a call with those of other models."""
@@ -137,6 +130,9 @@ class EngineBackend:
 
     def batches_models(self) -> bool:
         return self._shared_tokens > 0
+
+    def base_parameters(self) -> Mapping[str, Tensor]:
+        return self.group.run(whole_parameters)[0] if isinstance(self._executor, InProcess) else {}
 
     # ---- models
 
@@ -265,7 +261,9 @@ class EngineBackend:
 
     def _run_call(self, passes: Sequence[Pass], *, train: bool) -> Sequence[PassResult | UserError | ServerError]:
         """Run requests in one call. If it fails, each runs alone, so that the others succeed."""
-        done = self._attempt(lambda: run_passes(self.group, self._names, passes, train=train))
+        lengths = [len(datum.input_ids) for each in passes for datum in each.batch.data]
+        run = functools.partial(run_passes, self.group, self._names, passes, train=train)
+        done = self._attempt(lambda: self._pass_memory[train].run(lengths, run))
         if isinstance(done, UserError | ServerError):
             return [done] if len(passes) == 1 else [self._run_call([each], train=train)[0] for each in passes]
         if train:

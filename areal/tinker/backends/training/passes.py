@@ -19,6 +19,7 @@ from areal.engine.batch_rules import rules_of
 from areal.engine.model.hub import read_config
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.losses.loss_interface import CLIP_KEYS, LossByModel, ProtocolLoss
+from areal.tinker.backends.losses.loss_table import make_loss
 from areal.tinker.backends.prepared import Datum, PassResult, PreparedBatch
 from areal.utils.data import ADAPTER
 
@@ -116,6 +117,14 @@ def run_passes(group: WorkerGroup, names: Sequence[str], passes: Sequence[Pass],
         own = [next(logprobs) for _ in each.samples]
         results.append(PassResult(target_arrays(own, each.batch.data), LossByModel.metrics_of(index, step.metrics)))
     return results
+
+
+def probe_pass(adapter: str, tokens: int, max_tokens: int) -> Pass:
+    """Return a pass of so many tokens, in samples of at most ``max_tokens``, whose memory can be measured."""
+    loss = make_loss("cross_entropy", {})
+    lengths = [min(max_tokens, tokens - start) for start in range(0, tokens, max_tokens)]
+    data = [Datum(np.zeros(n, np.int64), np.zeros(n, np.int64), {}) for n in lengths]
+    return Pass(PreparedBatch(adapter, data, "cross_entropy"), adapter, loss, engine_samples(data, loss))
 
 
 def rounds_alike(model: str, dtype: str, dims: ParallelDims, threads: int) -> bool:

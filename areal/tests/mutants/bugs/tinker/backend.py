@@ -83,3 +83,30 @@ def base_model_known_by_its_shape(right: Function) -> Function:
 def memory_of_weights_only(right: Function) -> Function:
     """The memory of gradients and moments that do not exist yet is not counted."""
     return lambda engine, shard: dataclasses.replace(right(engine, shard), missing=0)
+
+
+@mutant(
+    "areal.tinker.backends.training.pass_memory:rank_memory",
+    SERVER + "test_backend_memory.py::test_pass_that_does_not_fit_is_refused",
+)
+def memory_of_other_adapters_given_to_a_pass(right: Function) -> Function:
+    """A pass may use the memory that other adapters need for their gradients and moments."""
+    return lambda engine, shard: dataclasses.replace(right(engine, shard), missing=0)
+
+
+@mutant(
+    "areal.tinker.backends.training.pass_memory:_give_back",
+    SERVER + "test_backend_memory.py::test_memory_of_a_large_pass_returns",
+)
+def memory_of_a_pass_kept(right: Function) -> Function:
+    """The memory of a large pass stays with the process."""
+    return lambda engine, shard: None
+
+
+@mutant(
+    "areal.tinker.backends.sampling.local_sampler:LocalSampler.borrow",
+    SERVER + "test_backend_memory.py::test_sampler_reads_the_engines_base_model[qwen3]",
+)
+def base_model_in_memory_twice(right: Function) -> Function:
+    """The sampler keeps its own base model."""
+    return lambda self, parameters: 0

@@ -21,6 +21,7 @@ from areal.tests.unit.tinker.service.fakes import (
 from areal.tinker.backends.prepared import PassResult, SamplingResult
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, UnloadModel
 from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
+from areal.utils.profiling.token_rate import TokenRate
 
 
 def test_train_save_sample_and_resume(tmp_path: Path) -> None:
@@ -81,16 +82,39 @@ def test_train_save_sample_and_resume(tmp_path: Path) -> None:
 def test_status_has_curves_queue_and_counters(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, FakeTraining(), None) as service:
-            model = await new_model(service)
+            model = await new_model(service, await service.create_session(display_name="my run"))
             for seq in (1, 2):
                 await done(service, train(model, seq))
             status = await service.status()
             assert [point["seq_id"] for point in status["losses"][model]] == [1, 2]
             assert all(np.isfinite(point["loss"]) and point["tokens"] == 3 for point in status["losses"][model])
             assert {"kind": "forward_backward", "result": "done", "count": 2} in status["requests"]
-            assert status["models"][0]["model_id"] == model
+            [described] = status["models"]
+            assert (described["model_id"], described["name"], described["owner"]) == (model, "my run", "local")
+            assert status["tokens"]["training"]["count"] == 6
+            assert status["tokens"]["training"]["per_second"] > 0
+            assert status["memory"]["host"]["used"] > 0
+            assert status["memory"]["host"]["free"] > 0
             assert status["seconds"]["forward_backward"] >= 0
             assert service.parts.trouble() is None
             assert (await service.capabilities())["supported_models"][0]["sampleable"] is False
 
     asyncio.run(main())
+
+
+def test_rate_is_a_mean_over_the_last_minute() -> None:
+    now = [100.0]
+    rate = TokenRate(lambda: now[0])
+    assert rate.per_second() == 0
+    now[0] += 10
+    rate.add(50)
+    assert rate.per_second() == 5
+    now[0] += 40
+    rate.add(70)
+    assert rate.per_second() == 120 / 50
+    # The first request was more than a minute ago.
+    now[0] += 30
+    assert rate.per_second() == 70 / 60
+    now[0] += 100
+    assert rate.per_second() == 0
+    assert rate.total == 120
