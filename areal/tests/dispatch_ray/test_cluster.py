@@ -85,6 +85,7 @@ def test_processes_that_reply_after_a_loss_make_a_world(monkeypatch: pytest.Monk
         return done, [ref for ref in refs if ref not in done]
 
     ended: list[Any] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(
         ray, "get", lambda refs, **_: [ref.result(0) for ref in refs] if isinstance(refs, list) else refs.result(0)
