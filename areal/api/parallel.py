@@ -206,9 +206,13 @@ class ParallelDims:
             fits = f"{self.backend}:{_format_degrees({**self.degrees(), 'd': world_size // (fixed * self.ep)})}"
         else:
             fits = f"{self.backend}:d{world_size}"
-        each = "" if devices == 1 else f", {processes} processes with devices_per_process = {devices}"
+        world = (
+            str(world_size)
+            if devices == 1
+            else f"{world_size}, {processes} processes with devices_per_process = {devices}"
+        )
         raise ValueError(
-            f"backend = '{self}' takes {self.world_size} ranks, but the world has {world_size}{each}: "
+            f"backend = '{self}' takes {self.world_size} ranks, but the world has {world}: "
             f"'{fits}' would fit, or start {self.world_size // devices} processes"
         )
 

@@ -324,9 +324,7 @@ def plan_batch(
     plan = BatchPlan(
         form=columns.form,
         bins=bins,
-        trees=(None,) * len(bins)
-        if prefixes is None or not trees
-        else _build_trees(prefixes, bins, columns.form, tokens, sequences),
+        trees=_build_trees(prefixes if trees else None, bins, columns.form, tokens, sequences),
         dropped=dropped,
         align=align,
         tokens=tokens,
@@ -342,13 +340,15 @@ def plan_batch(
 
 
 def _build_trees(
-    prefixes: Prefixes,
+    prefixes: Prefixes | None,
     bins: Sequence[Sequence[int]],
     form: BatchForm,
     tokens: Mapping[str, Tensor],
     sequences: Mapping[str, Tensor],
-) -> tuple[PrefixTree, ...]:
-    """Return the prefix tree of each bin. ``tokens`` and ``sequences`` are those of all bins end to end."""
+) -> tuple[PrefixTree | None, ...]:
+    """Return the prefix tree of each bin, if there are prefixes. ``tokens`` and ``sequences`` are those of all bins end to end."""
+    if prefixes is None:
+        return (None,) * len(bins)
     # Keys that outputs depend on, expanded to packed tokens.
     output_keys = [tokens[key].cpu() for key in ("target_ids", "output_mask") if key in tokens]
     lengths = torch.tensor([form.seqlens[i] for members in bins for i in members])

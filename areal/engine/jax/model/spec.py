@@ -85,8 +85,8 @@ class ModelSpec:
         sharding = NamedSharding(self.mesh, PartitionSpec(STREAMS))
         shape, first = (ways(self.mesh, STREAMS), *values.shape[1:]), self.local_streams.start
 
-        def row(index: tuple[slice, ...]) -> np.ndarray:
-            start = index[0].indices(shape[0])[0] - first
+        def row(index: tuple[slice, ...] | None) -> np.ndarray:
+            start = bounds(index, shape)[0].start - first
             return values[start : start + 1]
 
         with self.numbers.enabled():

@@ -12,8 +12,8 @@ from torch import Tensor
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta
 from areal.dispatch import WorkerGroup
 from areal.engine.registry import create_engine
+from areal.tests.dist.checkpoint.checkpoints import contents
 from areal.tests.dist.dispatch.results import weights_in
-from areal.tests.dist.jax.test_jax_checkpoint import contents
 from areal.tests.grid.agreement import assert_verbs_agree
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.harness.engine_bytes import bytes_on_device

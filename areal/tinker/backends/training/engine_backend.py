@@ -92,8 +92,7 @@ class EngineBackend:
     def __init__(self, model: str, backend: str, config: EngineBackendConfig) -> None:
         self._config, self._base = config, find_base_model(model)
         settings = config.engine_config(model, backend, self._base.dtype)
-        processes = process_dims(engine_class(settings.dims.backend), settings)
-        self._executor = config.executor(processes.world_size)
+        self._executor = config.executor(process_dims(engine_class(settings.dims.backend), settings).world_size)
         self._numbers = itertools.count()
         self._lost: BaseException | None = None
         self._closed = False
