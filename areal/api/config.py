@@ -219,6 +219,11 @@ class MegatronConfig(BackendConfig):
 class JAXConfig(BackendConfig):
     """Section of the JAX engine."""
 
+    devices_per_process: int = Field(
+        default=1,
+        gt=0,
+        description="Devices of each process, all of which it uses: ranks of the layout. On CPUs, JAX starts so many of them.",
+    )
     coordinator: str | None = Field(
         default=None, description="`host:port` of JAX's coordinator; None takes a free port of the first rank's host."
     )

@@ -67,7 +67,9 @@ class MicroBatch:
         tree: common prefixes of the sequences, if they are computed once.
         wanted: bool ``[T]``, on the host. The key ``output_mask``; ``None`` without that key.
         layout: index tensors of the engine's model for this micro-batch, on the engine's device; ``None`` without an engine.
-        adapters: name of the adapter of each sequence, equal names next to each other; ``None`` for the selected one.
+        adapters: name of the adapter of each sequence, equal names next to each other within a stream; ``None`` for the selected one.
+        streams: the streams of a micro-batch that several devices of one process compute, end to end: each is a micro-batch with
+            some of the sequences. Empty for one stream.
     """
 
     index: int
@@ -81,6 +83,7 @@ class MicroBatch:
     wanted: Tensor | None = None
     layout: MicroBatchLayout | None = None
     adapters: tuple[str, ...] | None = None
+    streams: tuple[MicroBatch, ...] = ()
 
     @property
     def n_tokens(self) -> int:

@@ -105,6 +105,40 @@ class ParallelDims:
             rank, places[axis] = divmod(rank, degree)
         return places
 
+    def of_processes(self, devices: int) -> ParallelDims:
+        """Return the layout of the processes, if each of them is ``devices`` consecutive ranks of this layout.
+
+        Its data-parallel degree is the number of groups of processes that get different data, replicas included. Experts are left out.
+
+        Raises:
+            ValueError: processes would be a part of a group of ranks and more than it at once, or ranks of several pipeline stages.
+        """
+        if devices == 1:
+            return self
+        degrees, rest = {"tp": self.tp, "cp": self.cp, "dp": self.dp}, devices
+        # The last axis changes fastest, as in :data:`MESH_AXES`: a process has all of it before it has two of the next one.
+        for axis, degree in degrees.items():
+            common = math.gcd(degree, rest)
+            if common < min(degree, rest):
+                raise ValueError(
+                    f"devices_per_process = {devices} with backend = '{self}': a process would have some of the ranks of {axis} = {degree} "
+                    "and more than those; choose a number that divides the product of t, c and d, from t on"
+                )
+            degrees[axis], rest = degree // common, rest // common
+        if rest > 1:
+            raise ValueError(
+                f"devices_per_process = {devices} with backend = '{self}': the layout has {self.dp * self.cp * self.tp} ranks for a process "
+                "to compute; choose a smaller number, or a larger layout"
+            )
+        return ParallelDims(
+            backend=self.backend,
+            dp_shard=degrees["dp"],
+            pp=self.pp,
+            vpp=self.vpp,
+            tp=degrees["tp"],
+            cp=degrees["cp"],
+        )
+
     def degrees(self) -> dict[str, int]:
         """Return degree by letter, as written in a layout without a separate expert side."""
         # Dense layers have dp_shard = d * e data-parallel ranks; the letters are written as factors.
@@ -153,12 +187,17 @@ class ParallelDims:
         ffn = {"d": self.expert_dp, "p": self.pp, "t": self.expert_tp, "e": self.ep}
         return f"{self.backend}:(attn:{_format_degrees(attn, always='d')}|ffn:{_format_degrees(ffn, always='d')})"
 
-    def check_world(self, world_size: int) -> None:
-        """Raise unless the layout has exactly ``world_size`` ranks.
+    def check_world(self, processes: int, devices: int = 1) -> None:
+        """Raise unless the layout has exactly the ranks of the world.
+
+        Args:
+            processes: processes of the world.
+            devices: ranks of each process.
 
         Raises:
             ValueError: the number of ranks differs. Suggests a layout that fits.
         """
+        world_size = processes * devices
         if self.world_size == world_size:
             return
         # Suggest another data-parallel degree, or plain data parallelism if the other degrees do not divide the world.
@@ -167,9 +206,14 @@ class ParallelDims:
             fits = f"{self.backend}:{_format_degrees({**self.degrees(), 'd': world_size // (fixed * self.ep)})}"
         else:
             fits = f"{self.backend}:d{world_size}"
+        world = (
+            str(world_size)
+            if devices == 1
+            else f"{world_size}, {processes} processes with devices_per_process = {devices}"
+        )
         raise ValueError(
-            f"backend = '{self}' takes {self.world_size} ranks, but the world has {world_size}: "
-            f"'{fits}' would fit, or start {self.world_size} processes"
+            f"backend = '{self}' takes {self.world_size} ranks, but the world has {world}: "
+            f"'{fits}' would fit, or start {self.world_size // devices} processes"
         )
 
     def check_supported(self, supported: frozenset[str]) -> None:

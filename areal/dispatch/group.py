@@ -33,7 +33,7 @@ from areal.dispatch.remote.remote_transport import GroupTransport
 from areal.dispatch.shared_devices.place import Place
 from areal.dispatch.shared_devices.uses import Use
 from areal.dispatch.table import TABLE, DispatchedVerbs, Returned
-from areal.engine.options import engine_config
+from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
 from areal.utils.distributed import ControlPlane
 
@@ -71,10 +71,12 @@ class WorkerGroup(DispatchedVerbs):
         self._executor = executor or InProcess()
         self.config = engine_config(engine_class(config.dims.backend), config)
         self.dims = config.dims
-        if self.dims.world_size != self._executor.size:
+        # The layout of the processes: a process of some engines is several ranks.
+        self._processes = process_dims(engine_class(config.dims.backend), self.config)
+        if self._processes.world_size != self._executor.size:
             raise ValueError(
-                f"TrainEngineConfig.backend = {config.backend!r} has {self.dims.world_size} ranks, and the executor {self._executor.size} "
-                "processes: give both the same number"
+                f"TrainEngineConfig.backend = {config.backend!r} has {_count(self.dims, self._processes)}, and the executor "
+                f"{self._executor.size} processes: give both the same number"
             )
         self.device = torch.device("cpu")
         self.control = ControlPlane(alone=True)
@@ -175,13 +177,13 @@ class WorkerGroup(DispatchedVerbs):
 
     def _initialized(self, rank_layouts: list[RankLayout]) -> None:
         self._calls.take_rank_layouts(rank_layouts)
-        for ranks in tensor_parallel_over_nodes(self.dims, self._executor.nodes):
+        for ranks in tensor_parallel_over_nodes(self._processes, self._executor.nodes):
             logger.warning(
                 "tensor-parallel ranks %s of %s are on several nodes, so that each layer waits for the network: set "
                 "RayWorkers(processes_per_bundle=%d), or choose a smaller t",
                 ", ".join(map(str, ranks)),
                 self.dims,
-                self.dims.tp,
+                self._processes.tp,
             )
 
     def destroy(self) -> None:
@@ -212,15 +214,16 @@ class WorkerGroup(DispatchedVerbs):
         if self._spec is None:
             raise RuntimeError("the group was never initialized: call initialize(FinetuneSpec(...))")
         config = self.config if layout is None else self._on_layout(layout)
-        size = config.dims.world_size
+        processes = process_dims(engine_class(config.dims.backend), config)
+        size = processes.world_size
         if self._executor.lost is not None or self._calls.generation == self._executor.generation:
             self._executor.restart(size)
         elif size != self._executor.size:
             raise ValueError(
-                f"layout = {str(config.dims)!r} has {size} ranks, and the processes that another group has restarted are "
+                f"layout = {str(config.dims)!r} has {_count(config.dims, processes)}, and the processes that another group has restarted are "
                 f"{self._executor.size}: restart this group on a layout of as many"
             )
-        self.config, self.dims, self._calls.config = config, config.dims, config
+        self.config, self.dims, self._processes, self._calls.config = config, config.dims, processes, config
         if self._calls.place is not None:
             self._calls.place.renew()
         self.initialize(self._spec)
@@ -355,12 +358,18 @@ class WorkerGroup(DispatchedVerbs):
             yield {rank: path for folders in by_rank if folders for rank, path in folders.items()}
 
 
+def _count(dims: ParallelDims, processes: ParallelDims) -> str:
+    """Return the number of ranks of a layout, and of processes if a process is several ranks."""
+    ranks, size = f"{dims.world_size} ranks", processes.world_size
+    return ranks if size == dims.world_size else f"{ranks} in {size} processes"
+
+
 def tensor_parallel_over_nodes(dims: ParallelDims, nodes: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each tensor-parallel group that is not on one node.
 
     Args:
-        dims: layout.
-        nodes: name of the node of each rank.
+        dims: layout of the processes.
+        nodes: name of the node of each process.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(len(nodes)):

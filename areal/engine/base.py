@@ -189,6 +189,7 @@ class BaseTrainEngine(EngineState):
             components.routing.rules,
             components.adapters is not None,
             components.media_tokens,
+            components.streams,
         )
 
     def _prepare(self, batch: BatchInput, outputs: Outputs, *, with_loss: bool = False) -> MicroBatchList:

@@ -114,6 +114,7 @@ class BatchRules:
         routing: rules for the recorded routing of experts.
         adapters: True if the engine has adapters, which samples may name.
         media_tokens: token ids that stand for an image, a video or sound.
+        streams: packed streams of a micro-batch.
     """
 
     spec: MicroBatchSpec
@@ -123,6 +124,7 @@ class BatchRules:
     routing: RoutingRules
     adapters: bool = False
     media_tokens: frozenset[int] = frozenset()
+    streams: int = 1
 
     def check_outputs(self, outputs: Outputs) -> None:
         """Check that the model has the requested outputs.
@@ -148,7 +150,9 @@ class BatchRules:
             ValueError: the batch or an output is invalid. Names the key, the value and the way out.
         """
         self.check_outputs(outputs)
-        plan = plan_batch(batch, self.spec, align=self.align, vocab_size=self.vocab_size, trees=trees)
+        plan = plan_batch(
+            batch, self.spec, align=self.align, vocab_size=self.vocab_size, trees=trees, streams=self.streams
+        )
         _check_temperature(plan)
         _check_media_tokens(plan, self.media_tokens)
         self.routing.check(plan)

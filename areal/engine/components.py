@@ -156,6 +156,7 @@ class EngineComponents:
         vocab_size: upper bound of token ids.
         max_positions: length of the sequences for which the model was made, in tokens; ``None`` if unknown.
         media_tokens: token ids that stand for an image, a video or sound.
+        streams: packed streams of a micro-batch that this process computes, each within the budget of a micro-batch.
         rows: whether the model runs one sequence per row instead of packed sequences.
         token_split: number of ranks over which each context-parallel rank's tokens are split again, by sequence parallelism.
         routing: balancing losses, replay and load of experts.
@@ -175,6 +176,7 @@ class EngineComponents:
     vocab_size: int
     max_positions: int | None = None
     media_tokens: frozenset[int] = frozenset()
+    streams: int = 1
     rows: bool = False
     token_split: int = 1
     routing: ExpertRouting = field(default_factory=no_experts)

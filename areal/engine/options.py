@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from areal.api.config import BackendConfig, TrainEngineConfig
+from areal.api.parallel import ParallelDims
 
 TEMPLATE_OPTIONS = frozenset(
     {
@@ -80,6 +81,20 @@ def engine_config(engine: type, config: TrainEngineConfig) -> TrainEngineConfig:
             "leave it out, or choose another engine"
         )
     return config
+
+
+def process_dims(engine: type, config: TrainEngineConfig) -> ParallelDims:
+    """Return the layout of an engine's processes: that of the configuration, unless a process is several ranks of it.
+
+    Args:
+        engine: class of the engine. ``ranks_per_process`` is its declaration; see :class:`~areal.engine.state.EngineState`.
+        config: configuration that :func:`engine_config` has returned.
+
+    Raises:
+        ValueError: processes of so many ranks do not divide the layout.
+    """
+    ranks = getattr(engine, "ranks_per_process", None)
+    return config.dims if ranks is None else config.dims.of_processes(ranks(config))
 
 
 def _section_name(config_class: type[BackendConfig], config: TrainEngineConfig) -> str:

@@ -24,7 +24,7 @@ from areal.api.memory import EngineMemory
 from areal.api.weights import NamedTensor
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
-from areal.engine.options import TEMPLATE_OPTIONS, engine_config
+from areal.engine.options import TEMPLATE_OPTIONS, engine_config, process_dims
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
@@ -57,6 +57,11 @@ class EngineState(TrainEngine):
     config_class: ClassVar[type[BackendConfig]] = BackendConfig
     """Type of the engine's section in :class:`TrainEngineConfig`; without fields by default."""
 
+    @classmethod
+    def ranks_per_process(cls, config: TrainEngineConfig) -> int:
+        """Return the number of consecutive ranks of the layout that one process of torch.distributed is: its devices."""
+        return 1
+
     @abstractmethod
     def _build(self, spec: FinetuneSpec) -> EngineComponents:
         """Build the components: a hook of the template, see :class:`areal.engine.base.BaseTrainEngine`."""
@@ -71,6 +76,7 @@ class EngineState(TrainEngine):
         self.config = engine_config(type(self), config)
         self.dims = config.dims
         self.dims.check_supported(self.layout_letters)
+        self._processes = process_dims(type(self), self.config)
         self.version = 0
         self.device = platform.current_device()
         self.timer = PhaseTimer(self.device)
@@ -92,7 +98,7 @@ class EngineState(TrainEngine):
             raise RuntimeError("the engine is already initialized: destroy it, or make another")
         # The process: default group, device, deterministic kernels.
         init_default_group()
-        self.dims.check_world(dist.get_world_size())
+        self.dims.check_world(dist.get_world_size(), self.ranks_per_process(self.config))
         self.device = platform.current_device()  # the group's start may have chosen it
         self.timer = PhaseTimer(self.device)
         platform.set_device(self.device)
@@ -105,7 +111,7 @@ class EngineState(TrainEngine):
         )
         self._started = True
         check_separate(self.control.gather(platform.gpu_uuid(self.device)), platform.collective_backend())
-        self.mesh = build_batch_mesh(self.dims, self.device.type, self._groups)
+        self.mesh = build_batch_mesh(self._processes, self.device.type, self._groups)
         self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         equal_batches = self.config.mb_spec.equal_batches == "allow"
@@ -202,8 +208,10 @@ class EngineState(TrainEngine):
         """Describe what was applied, one line for each item. No communication."""
         config, components = self.config, self._require_components()
         compute, master, reduce = config.dtype, config.master_dtype, config.grad_reduce_dtype
+        ranks, processes = self.dims.world_size, self._processes.world_size
+        where = "" if ranks == processes else f" in {processes} processes"
         items = {
-            "layout": f"{self.dims}, ranks: {self.dims.world_size}, batch mesh {describe_mesh(self.mesh)}",
+            "layout": f"{self.dims}, ranks: {ranks}{where}, batch mesh {describe_mesh(self.mesh)}",
             **components.applied,
             "precision": f"compute in {compute}, master parameters in {master}, gradient reduction in {reduce}",
             **_parameters(components.n_parameters, components.n_local_parameters),
@@ -218,11 +226,11 @@ class EngineState(TrainEngine):
     @property
     def dp_rank(self) -> int:
         # Of the layout, so that a loader can be made before the engine is initialized.
-        return self.dims.coordinates(rank_in_world())["dp"]
+        return self._processes.coordinates(rank_in_world())["dp"]
 
     @property
     def dp_size(self) -> int:
-        return self.dims.dp
+        return self._processes.dp
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
@@ -230,7 +238,7 @@ class EngineState(TrainEngine):
 
     @property
     def is_main(self) -> bool:
-        coordinates = self.dims.coordinates(rank_in_world())
+        coordinates = self._processes.coordinates(rank_in_world())
         return not any(coordinates[axis] for axis in ("pp", "cp", "tp"))
 
     def set_version(self, version: int) -> None:

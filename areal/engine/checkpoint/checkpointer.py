@@ -46,7 +46,7 @@ class EngineCheckpointer(ABC):
     """Checkpoints of one engine. Every method is collective, and errors are raised on every rank.
 
     ``"dcp"`` checkpoints contain the model, and with ``with_optim`` the optimizer's moments, the learning-rate schedule and
-    the random state of each rank. The random state is restored only into the layout that saved it. Hyperparameters come from
+    the random state of each process. The random state is restored only into the layout and processes that saved it. Hyperparameters come from
     the configuration, except the base learning rate, which ``set_lr`` may have changed. ``"hf"`` checkpoints contain the
     trained weights in their own dtype, without rounding; ``config.json`` names that dtype.
 
@@ -208,8 +208,8 @@ class EngineCheckpointer(ABC):
             raise ValueError(
                 f"{path / STATE_FILE} has no state for SaveLoadMeta.stateful[{unknown[0]!r}]; it has {sorted(state['stateful'])}"
             )
-        # Random state belongs to a rank of a layout.
-        same_layout = about["layout"] == str(self._run.dims)
+        # Random state belongs to a process of a layout, which may have been on another number of them.
+        same_layout = (about["layout"], about["world_size"]) == (str(self._run.dims), self._control.size)
         rng = read_state(path / rng_file(self._control.rank)) if with_optim and same_layout else None
 
         def apply() -> None:

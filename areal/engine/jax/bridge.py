@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal.engine.jax.lora.factors import StackedFactors, factor_sharding
-from areal.engine.jax.mesh import device_view, to_numpy
+from areal.engine.jax.mesh import device_view, distinct_shards, to_numpy
 from areal.engine.jax.model.attention import Visibility
 from areal.engine.jax.model.decoder import Stream
 from areal.engine.jax.model.spec import ModelSpec, Params
@@ -120,18 +120,17 @@ class ForwardCall:
         self._like: dict[str, Array] = {}
 
     def evaluate(self) -> dict[str, Tensor]:
-        """Return this rank's outputs, without a graph."""
+        """Return the outputs of this process's streams, ``[S, R, ...]``, without a graph."""
         with self._spec.numbers.enabled():
             params = {**self._state.params, **self._factors.arrays}
-            out = _evaluate(self._spec, self._wanted, params, *self._inputs)
+            out = self._spec.finished(_evaluate(self._spec, self._wanted, params, *self._inputs))
         return {name: _local(value) for name, value in out.items()}
 
     def differentiable(self) -> dict[str, Tensor]:
-        """Return this rank's outputs, whose backward adds to the gradients of the model or of the factors."""
+        """Return the same outputs with a backward, which adds to the gradients of the model or of the factors."""
         with self._spec.numbers.enabled():
-            out, integers, self._residuals = _forward(
-                self._spec, self._wanted, self._state.params, self._factors.arrays, *self._inputs
-            )
+            results = _forward(self._spec, self._wanted, self._state.params, self._factors.arrays, *self._inputs)
+            out, integers, self._residuals = self._spec.finished(results)
         self._like = out
         # Autograd needs an input that requires a gradient: its own is never computed.
         anchor = torch.zeros((), requires_grad=True)
@@ -150,14 +149,17 @@ class ForwardCall:
                 "a second backward through one micro-batch: return one loss, the sum of its terms, and leave backward to the engine"
             )
         spec, state = self._spec, self._state
+        streams = len(spec.local_streams)
         cotangents = {
-            name: spec.from_local(np.zeros(value.shape[1:], value.dtype) if grad is None else to_numpy(grad))
+            name: spec.from_local(
+                np.zeros((streams, *value.shape[1:]), value.dtype) if grad is None else to_numpy(grad)
+            )
             for (name, value), grad in zip(self._like.items(), grads, strict=True)
         }
         arguments = (self._factors.arrays, *self._inputs)
         if not spec.trained:
             with spec.numbers.enabled():
-                new = _pull_factors(spec, residuals, arguments, cotangents, state.params)
+                new = spec.finished(_pull_factors(spec, residuals, arguments, cotangents, state.params))
             return self._factors.gradients(new)
         pending = state.require_grads()
         # Donated: until the program returns, there are no gradients.
@@ -185,5 +187,6 @@ class _Bridge(torch.autograd.Function):
 
 
 def _local(array: Array) -> Tensor:
-    """Return a copy of this rank's row of a ``[D, ...]`` array: losses may write into it, and JAX's memory is read-only."""
-    return device_view(array.addressable_data(0))[0].clone()
+    """Return a copy of this process's rows of a ``[D, ...]`` array: losses may write into it, and JAX's memory is read-only."""
+    rows = [device_view(row) for _, row in distinct_shards(array)]
+    return rows[0].clone() if len(rows) == 1 else torch.cat([row.to(rows[0].device) for row in rows])

@@ -23,8 +23,8 @@ from areal.engine.checkpoint.dcp import (
     read_tensors,
 )
 from areal.engine.checkpoint.run_tensors import EXCHANGING, MODEL, OPTIM, check_weights, weight_key
-from areal.engine.jax.mesh import host_view
-from areal.engine.jax.model_arrays import ModelState
+from areal.engine.jax.mesh import distinct_shards, host_view
+from areal.engine.jax.model_arrays import Boxes, ModelState
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.weights import JAXWeights
 from areal.engine.optimizer import ClippingOptimizer
@@ -88,19 +88,19 @@ class JAXCheckpointer(EngineCheckpointer):
                 yield from ((f"{OPTIM}{weight_key(weight)}.{_STEP}", step) for weight in model.arrays[name].names)
 
     def _boxes(self, name: str, array: Array) -> Iterator[tuple[str, TensorBoxes]]:
-        """Yield the weights in this rank's box of an array by their keys, in the memory of the array on a CPU."""
-        yield from self._divided(name, host_view(array.addressable_data(0)))
+        """Yield the weights in this process's shards of an array by their keys, in the memory of the array on a CPU."""
+        yield from self._divided(name, [(box, host_view(shard)) for box, shard in distinct_shards(array)])
 
-    def _divided(self, name: str, values: Tensor) -> Iterator[tuple[str, TensorBoxes]]:
-        """Yield the weights in this rank's box of an array of parameters.
+    def _divided(self, name: str, boxes: Boxes) -> Iterator[tuple[str, TensorBoxes]]:
+        """Yield the weights in this process's boxes of an array of parameters.
 
         Args:
             name: name of the array.
-            values: values of the box.
+            boxes: the boxes with their values.
         """
         info = self._model.arrays[name]
-        for weight, box, part in self._model.weights_in(name, values):
-            yield weight_key(weight), TensorBoxes([(box, part)], info.shape[1:] if info.stacked else info.shape)
+        for weight, parts in self._model.weights_in(name, boxes):
+            yield weight_key(weight), TensorBoxes(parts, info.shape[1:] if info.stacked else info.shape)
 
     # ---- loading
 
@@ -136,11 +136,11 @@ class JAXCheckpointer(EngineCheckpointer):
             name: name of the array.
             key: key of its tensors in the checkpoint, with ``{}`` for the one of the weight.
         """
-        buffer = self._model.host_buffer(name)
-        boxes = {key.format(weight): box for weight, box in self._divided(name, buffer)}
+        buffers = self._model.host_buffers(name)
+        boxes = {key.format(weight): box for weight, box in self._divided(name, buffers)}
         saved = {full: box for full, box in boxes.items() if full in metadata.state_dict_metadata}
         read_tensors(path, metadata, saved, BoxLoadPlanner())
-        return self._model.assembled(name, buffer)
+        return self._model.assembled(name, buffers)
 
     def _read_counts(self, path: Path, metadata: Metadata) -> dict[str, int]:
         """Read the optimizer steps of each array.

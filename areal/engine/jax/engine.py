@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from areal.api.batch import TokenOutputs, TopKOutput
-from areal.api.config import FinetuneSpec, JAXConfig, torch_dtype
+from areal.api.config import FinetuneSpec, JAXConfig, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel
@@ -21,7 +21,8 @@ from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
 from areal.engine.jax.bridge import ForwardCall
 from areal.engine.jax.checkpoint import JAXCheckpointer
-from areal.engine.jax.inputs import Sizes, StreamInputs
+from areal.engine.jax.inputs import Sizes
+from areal.engine.jax.local_streams import LocalStreams
 from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
 from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
@@ -58,12 +59,16 @@ class JAXEngine(BaseTrainEngine):
     }
     config_class: ClassVar[type[JAXConfig]] = JAXConfig
 
+    @classmethod
+    def ranks_per_process(cls, config: TrainEngineConfig) -> int:
+        return config.jax.devices_per_process
+
     # ---- the three hooks
 
     def _build(self, spec: FinetuneSpec) -> EngineComponents:
         config = self.config
         use_cache(config.jax.compilation_cache)
-        self._join(config.jax.coordinator)
+        self._join(config.jax)
         hf = meta_model(read_config(config.path), torch_dtype(config.master_dtype))
         arrays = parameters_of(hf, value_head=config.value_head)
         architecture = Architecture.of(hf)
@@ -71,7 +76,8 @@ class JAXEngine(BaseTrainEngine):
         keep = config.kept_logits_bytes
         numbers = Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype)
         # JAX numbers processes in its own way on some platforms.
-        mesh = build_mesh(self.dims, self.control.gather(jax.process_index()))
+        processes = self.control.gather(jax.process_index())
+        mesh = build_mesh(self.dims, processes, config.jax.devices_per_process)
         platform = mesh.devices.flat[0].platform
         self._spec = ModelSpec(
             architecture,
@@ -97,6 +103,7 @@ class JAXEngine(BaseTrainEngine):
             model=model,
             schedule=SequentialSchedule(model, timer=self.timer),
             context_parallel=ContextParallel(None),
+            streams=self._n_streams,
             optimizer=optimizer,
             checkpointer=JAXCheckpointer(model, optimizer, weights, self, self.control, config.path),
             weights=weights,
@@ -119,11 +126,11 @@ class JAXEngine(BaseTrainEngine):
     def _forward_compute_mb(
         self, model: ModelState, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> TokenOutputs:
-        inputs = StreamInputs(mb, outputs, self.config.temperature)
+        inputs = LocalStreams(mb, outputs, self.config.temperature, self._n_streams)
         # All ranks run the same program.
-        sizes = Sizes.largest(self.control.gather(inputs.sizes)) if self.dims.world_size > 1 else inputs.sizes
+        sizes = Sizes.largest(self.control.gather(inputs.sizes)) if self.control.size > 1 else inputs.sizes
         arrays = inputs.arrays(sizes, self._spec.numbers.stats, self.dims.cp)
-        self._compiles.shapes = f"{len(arrays['ids'])} tokens, {len(arrays['places'])} rows"
+        self._compiles.shapes = f"{arrays['ids'].shape[1]} tokens, {arrays['places'].shape[1]} rows"
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
         factors = None if model.factors is None else model.factors.stack(inputs.adapters, sizes)
         spec = replace(self._spec, kernel=None) if sizes.shared else self._spec
@@ -146,11 +153,17 @@ class JAXEngine(BaseTrainEngine):
 
     # ---- parts
 
-    def _join(self, coordinator: str | None) -> None:
-        """Join the other ranks in JAX. A fault that ends the engine wakes them, and ends their world."""
+    @property
+    def _n_streams(self) -> int:
+        """Streams that the devices of this process compute; those of others have the rest of the tokens or products of some."""
+        return self.dims.dp // self._processes.dp
+
+    def _join(self, config: JAXConfig) -> None:
+        """Join the other processes in JAX. A fault that ends the engine wakes them, and ends their world."""
         self._groups.on_abort(world.abort)
         self._closers.append(functools.partial(world.leave_after_fault, self.control))
-        world.join_world(self.control, coordinator, self.device, self.config.heartbeat_timeout)
+        heartbeat = self.config.heartbeat_timeout
+        world.join_world(self.control, config.coordinator, self.device, heartbeat, config.devices_per_process)
         self._compiles = CompileWatch(functools.partial(self.timer.move, "compile"), logs=self.control.rank == 0)
         self._closers.append(self._compiles.close)
 

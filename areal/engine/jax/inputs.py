@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,15 +49,15 @@ def row_bucket(rows: int, length: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one rank's micro-batch. Ranks take the largest of each, and so run the same program.
+    """Sizes of one stream's micro-batch. All streams take the largest of each, and so run the same program.
 
     Attributes:
         tokens: of the stream.
         rows: with outputs.
         targets: targets of a row, or 0 for one without a dimension.
         slots: adapters, rounded up to a power of two.
-        adapters: names of the adapters; of all ranks in the largest sizes. Empty for the selected adapter.
-        shared: sequences of the stream share prefixes; of any rank in the largest sizes.
+        adapters: names of the adapters; of all streams in the largest sizes. Empty for the selected adapter.
+        shared: sequences of the stream share prefixes; of any stream in the largest sizes.
     """
 
     tokens: int
@@ -81,24 +81,28 @@ class Sizes:
 
 
 class StreamInputs:
-    """The inputs of one rank's model for one micro-batch.
+    """The inputs of the model for one stream of one micro-batch.
 
     Args:
         mb: the micro-batch.
         outputs: per-token outputs to compute.
         temperature: for all tokens, unless the batch has a per-sequence key ``temperature``.
+        names: adapters of the slots; ``None`` for those of the micro-batch.
 
     Attributes:
         wanted: the outputs.
         adapters: runs of tokens with one adapter; ``None`` for the selected adapter.
     """
 
-    def __init__(self, mb: MicroBatch, outputs: Outputs, temperature: float) -> None:
-        names, top = split_outputs(outputs)
-        self.wanted = Wanted(frozenset(names), top.k if top else 0)
+    def __init__(
+        self, mb: MicroBatch, outputs: Outputs, temperature: float, names: Sequence[str] | None = None
+    ) -> None:
+        computed, top = split_outputs(outputs)
+        self.wanted = Wanted(frozenset(computed), top.k if top else 0)
         self._mb, self._temperature = mb, temperature
         layout = layout_of(mb, ContextParallel(None), rows=False)
         self.adapters = layout.adapters
+        self._names = names if names is not None else () if layout.adapters is None else layout.adapters.names
         shared = layout.shared
         # Rows of the result: one for each packed token, or with shared prefixes one for each distinct target.
         if shared is None:
@@ -108,7 +112,7 @@ class StreamInputs:
         self._n_results = len(self._packed)
         # The head is the most expensive layer: it leaves out tokens that nobody reads.
         self._mask = None if layout.wanted is None else layout.wanted.cpu()
-        self._only_mask = self._mask is not None and not names & {"hidden", "values", "logits"}
+        self._only_mask = self._mask is not None and not computed & {"hidden", "values", "logits"}
         if self._only_mask:
             self._packed, self._place = self._packed[self._mask], self._place[self._mask]
 
@@ -118,12 +122,11 @@ class StreamInputs:
         targets = self._mb.data["target_ids"]
         n_stream = self._mb.n_tokens if self._mb.tree is None else len(self._mb.tree)
         n_targets = targets.shape[1] if targets.dim() == 2 else 0
-        names = () if self.adapters is None else self.adapters.names
-        slots, shared = power_of_two(len(names) or 1), self._mb.tree is not None
-        return Sizes(n_stream, len(self._packed), n_targets, slots, frozenset(names), shared)
+        slots, shared = power_of_two(len(self._names) or 1), self._mb.tree is not None
+        return Sizes(n_stream, len(self._packed), n_targets, slots, frozenset(self._names), shared)
 
     def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1) -> dict[str, np.ndarray]:
-        """Return the arrays of this rank, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``."""
+        """Return the arrays of the stream, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``."""
         mb = self._mb
         # Every part has the length of a stream, and as many rows as the others.
         part = bucket(-(-sizes.tokens // parts))
@@ -147,17 +150,17 @@ class StreamInputs:
         }
 
     def _slots(self, length: int) -> np.ndarray:
-        """Return the slot of each token's adapter: its index in the names of :attr:`adapters`."""
+        """Return the slot of each token's adapter: its index in the names of the slots."""
         if self.adapters is None:
             return np.zeros(length, np.int32)
         names, lengths = zip(*self.adapters.layers, strict=True)
-        of_rows = np.repeat([self.adapters.names.index(name) for name in names], lengths)
+        of_rows = np.repeat([self._names.index(name) for name in names], lengths)
         return _padded(of_rows[:length], length, 0, np.int32)
 
     def result(self, name: str, rows: Tensor) -> Tensor:
         """Return an output of all rows ``[n, ...]`` from the computed ones, which are padded. Differentiable."""
         rows = rows[: len(self._packed)]
-        # Another rank may have more targets for each token.
+        # Another stream may have more targets for each token.
         if name == "logprobs" and rows.dim() == 2:
             n_targets = self.sizes.targets
             rows = rows[:, :n_targets] if n_targets else rows[:, 0]
@@ -165,6 +168,16 @@ class StreamInputs:
             return rows
         kept = rows if self._only_mask else rows.index_select(0, self._mask)
         return kept.new_zeros(self._n_results, *kept.shape[1:]).index_copy(0, self._mask, kept)
+
+
+def empty_stream(other: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of a stream without sequences, of the sizes of another one: padding, whose outputs nobody reads."""
+    length = len(other["ids"])
+    empty = {name: np.zeros_like(values) for name, values in other.items()}
+    empty |= walk((), None, length, length // len(other["first"]))
+    empty["targets"][:] = IGNORE_INDEX
+    empty["temperature"][:] = 1.0
+    return empty
 
 
 def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int, block: int) -> dict[str, np.ndarray]:

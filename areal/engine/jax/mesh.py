@@ -2,25 +2,28 @@
 
 Axes: ``r``, ``dp`` and ``ep``, over which streams are divided; ``cp``, over which the tokens of a stream are; and ``tp``, over which
 matrix products are. Parameters are divided over ``dp``, ``ep`` and ``cp``; experts are spread over ``ep`` and ``tp``. An array is a global
-value: a rank holds its shards of it, and the partitioner inserts the collectives.
+value: a device holds its shard of it, and the partitioner inserts the collectives. Each rank of the layout is one device. A process has
+one or several ranks, and passes and reads the shards of all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import torch
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from areal.api.parallel import ParallelDims
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
 from areal.engine.jax.model.architecture import EMBEDDING, EXPERTS, HEAD
 from areal.utils.dtensor import Box
+
+_T = TypeVar("_T")
 
 AXES = ("r", "dp", "ep", "cp", "tp")
 STREAMS = ("r", "dp", "ep")
@@ -33,31 +36,35 @@ _BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight
 _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 
-def build_mesh(dims: ParallelDims, processes: Sequence[int]) -> Mesh:
+def build_mesh(dims: ParallelDims, processes: Sequence[int], devices_per_process: int = 1) -> Mesh:
     """Return the mesh of this world: one device of each rank, in the order of the ranks of :mod:`areal.utils.mesh`.
 
     Args:
         dims: the layout.
-        processes: JAX's index of the process of each rank.
+        processes: JAX's index of each process of torch.distributed.
+        devices_per_process: devices of each process, which are consecutive ranks.
 
     Raises:
-        ValueError: two ranks have the same index.
+        ValueError: two processes have the same index.
     """
     # With a layout of experts apart, whole experts are spread over tensor-parallel ranks, too.
     spread = dims.ep if dims.expert_tp == dims.tp else dims.ep // dims.tp
     shape = (dims.dp_replicate, dims.dp_shard // spread, spread, dims.cp, dims.tp)
-    return Mesh(np.array(_devices_of(processes, jax.devices()), dtype=object).reshape(shape), AXES)
+    devices = _devices_of(processes, jax.devices(), devices_per_process)
+    return Mesh(np.array(devices, dtype=object).reshape(shape), AXES)
 
 
-def _devices_of(processes: Sequence[int], devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Return the first device of the process of each rank."""
+def _devices_of(processes: Sequence[int], devices: Sequence[jax.Device], each: int = 1) -> list[jax.Device]:
+    """Return the device of each rank: the first ``each`` devices of every process, by their ids."""
     if len(set(processes)) < len(processes):
         raise ValueError(
             f"the ranks are the processes {', '.join(map(str, processes))} of JAX: those with the same index do not see each other's devices; "
             "on TPUs, set TPU_PROCESS_ADDRESSES and TPU_PROCESS_BOUNDS for each process"
         )
-    by_process = {device.process_index: device for device in reversed(devices)}
-    return [by_process[index] for index in processes]
+    by_process: dict[int, list[jax.Device]] = {index: [] for index in processes}
+    for device in sorted(devices, key=lambda device: device.id):
+        by_process.get(device.process_index, []).append(device)
+    return [device for index in processes for device in by_process[index][:each]]
 
 
 def stored_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -124,16 +131,43 @@ def row_spec(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*spec[1:])
 
 
+def bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+    """Return an index of JAX with explicit bounds."""
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), shape, strict=True))
+
+
 def local_boxes(array: Array) -> list[tuple[Box, Any]]:
-    """Return this rank's shards of an array, each with its box, without those that another rank holds, too."""
+    """Return this process's shards of an array, each with its box, without those that another device holds, too."""
     return [
-        (
-            tuple(slice(*s.indices(n)[:2]) for s, n in zip(shard.index, array.shape, strict=True)),
-            shard.data,
-        )
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
+        (bounds(shard.index, array.shape), shard.data) for shard in array.addressable_shards if shard.replica_id == 0
     ]
+
+
+def distinct_shards(array: Array) -> list[tuple[Box, Any]]:
+    """Return this process's shards of an array, each with its box: in ascending order, and one of equal ones."""
+    return distinct((bounds(shard.index, array.shape), shard.data) for shard in array.addressable_shards)
+
+
+def distinct(boxes: Iterable[tuple[Box, _T]]) -> list[tuple[Box, _T]]:
+    """Return boxes with their values in ascending order, and one of equal boxes."""
+    by_key = {box_key(box): (box, values) for box, values in boxes}
+    return [by_key[key] for key in sorted(by_key)]
+
+
+def box_key(box: Box) -> tuple[tuple[int, int], ...]:
+    """Return a box as a value that can be compared."""
+    return tuple((s.start, s.stop) for s in box)
+
+
+def from_boxes(shape: tuple[int, ...], sharding: Sharding, boxes: Sequence[tuple[Box, np.ndarray]]) -> Array:
+    """Return an array, of which each process has the values in the boxes of its devices.
+
+    Args:
+        shape, sharding: of the array.
+        boxes: boxes of this process's devices, each once, with values that must not be changed later.
+    """
+    values = {box_key(box): value for box, value in boxes}
+    return jax.make_array_from_callback(shape, sharding, lambda index: values[box_key(bounds(index, shape))])
 
 
 def host_view(array: Array) -> torch.Tensor:

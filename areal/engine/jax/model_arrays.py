@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,15 @@ from jax import Array
 
 from areal.api.config import torch_dtype
 from areal.engine.jax.lora.factors import FactorStacks
-from areal.engine.jax.mesh import to_numpy
+from areal.engine.jax.mesh import bounds, distinct, from_boxes, to_numpy
 from areal.engine.jax.model.architecture import ParameterInfo
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.optimizer import GradientState
 from areal.utils.distributed import StateLostError
 from areal.utils.dtensor import Box
+
+Boxes = Sequence[tuple[Box, torch.Tensor]]
+"""Boxes of an array, or of a weight, with their values in host memory."""
 
 
 class ModelState:
@@ -61,7 +64,7 @@ class ModelState:
     def zeros(self) -> dict[str, Array]:
         """Return zeros of the shapes and placements of the parameters."""
         with self.spec.numbers.enabled():
-            return _zeros(self.spec, self.params)
+            return self.spec.finished(_zeros(self.spec, self.params))
 
     def set_params(self, params: dict[str, Array]) -> None:
         """Replace all parameters; ``{}`` while they are in host memory."""
@@ -71,38 +74,43 @@ class ModelState:
         """Replace all gradients; ``{}`` for none."""
         self.grads = grads or None
 
-    def box(self, name: str) -> Box:
-        """Return the box of an array of parameters that this rank has."""
+    def boxes(self, name: str) -> list[Box]:
+        """Return the boxes of an array of parameters that the devices of this process have, each once."""
         shape = self.arrays[name].shape
-        (index,) = self.spec.stored(name, shape).addressable_devices_indices_map(shape).values()
-        return _bounds(index or (), shape)
+        indices = self.spec.stored(name, shape).addressable_devices_indices_map(shape).values()
+        return [box for box, _ in distinct((bounds(index, shape), None) for index in indices)]
 
-    def host_buffer(self, name: str) -> torch.Tensor:
-        """Return zeros in host memory for this rank's box of an array of parameters."""
-        return torch.zeros([s.stop - s.start for s in self.box(name)], dtype=torch_dtype(self.spec.numbers.master))
+    def host_buffers(self, name: str) -> Boxes:
+        """Return zeros in host memory for this process's boxes of an array of parameters."""
+        dtype = torch_dtype(self.spec.numbers.master)
+        return [(box, torch.zeros([s.stop - s.start for s in box], dtype=dtype)) for box in self.boxes(name)]
 
-    def weights_in(self, name: str, values: torch.Tensor) -> list[tuple[str, Box, torch.Tensor]]:
-        """Return the weights of transformers in this rank's box of an array: for each its name, the box of it, and a view.
+    def weights_in(self, name: str, boxes: Boxes) -> list[tuple[str, Boxes]]:
+        """Return the weights of transformers in boxes of an array: for each its name, and the boxes of it, as views.
 
         Args:
             name: name of the array.
-            values: values of this rank's box.
+            boxes: this process's boxes, with their values.
         """
-        info, box = self.arrays[name], self.box(name)
+        info = self.arrays[name]
         if not info.stacked:
-            return [(info.names[0], box, values)]
-        return [(weight, box[1:], row) for weight, row in zip(info.names[box[0]], values, strict=True)]
+            return [(info.names[0], boxes)]
+        rows: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for box, values in boxes:
+            for weight, row in zip(info.names[box[0]], values, strict=True):
+                rows.setdefault(weight, []).append((box[1:], row))
+        return list(rows.items())
 
-    def assembled(self, name: str, values: torch.Tensor) -> Array:
-        """Return an array that is placed as parameters are, of the values of all ranks in their boxes.
+    def assembled(self, name: str, boxes: Boxes) -> Array:
+        """Return an array that is placed as parameters are, of the values of all processes in their boxes.
 
         Args:
             name: name of the parameters.
-            values: values in this rank's box, in host memory. They must not be changed later.
+            boxes: this process's boxes, with their values in host memory. They must not be changed later.
         """
-        shape, local = self.arrays[name].shape, to_numpy(values)
+        shape = self.arrays[name].shape
         with self.spec.numbers.enabled():
-            return jax.make_array_from_callback(shape, self.spec.stored(name, shape), lambda _: local)
+            return from_boxes(shape, self.spec.stored(name, shape), [(box, to_numpy(x)) for box, x in boxes])
 
     @property
     def n_parameters(self) -> int:
@@ -111,7 +119,7 @@ class ModelState:
 
     @property
     def n_local(self) -> int:
-        """Number of parameters that this rank holds."""
+        """Number of parameters that the devices of this process hold."""
         return sum(shard.data.size for x in self.params.values() for shard in x.addressable_shards)
 
 
@@ -162,7 +170,8 @@ def consuming(given: Any, what: str, restore: Callable[[], None]) -> Iterator[No
 def norm_of_gradients(model: ModelState) -> torch.Tensor:
     """Return the L2 norm of all gradients, a float64 scalar that is equal on every rank."""
     with jax.enable_x64(True):
-        return torch.tensor(float(_norm(model.require_grads()).addressable_data(0)), dtype=torch.float64)
+        norm = model.spec.finished(_norm(model.require_grads()))
+        return torch.tensor(float(norm.addressable_data(0)), dtype=torch.float64)
 
 
 def scale_grads(model: ModelState, factor: float) -> None:
@@ -185,8 +194,3 @@ def _norm(grads: dict[str, Array]) -> Array:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _scaled(spec: ModelSpec, grads: dict[str, Array], factor: Array) -> dict[str, Array]:
     return {name: spec.place(name, grad * factor) for name, grad in grads.items()}
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Return an index with explicit bounds."""
-    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import torch
 from jax import Array
 
 from areal.api.memory import EngineMemory, KindMemory
-from areal.engine.jax.mesh import host_view, to_numpy
+from areal.engine.jax.mesh import distinct_shards, from_boxes, host_view, to_numpy
 from areal.engine.jax.model_arrays import ModelState
 from areal.engine.jax.optimizer import OptaxOptimizer
+from areal.utils.dtensor import Box
 from areal.utils.offload import FileBackup, backup_folder
 
 Arrays = dict[str, Array]
@@ -30,38 +31,51 @@ class _Kind:
 
 
 @dataclass(frozen=True)
-class _Backup:
-    """This rank's shard of an array in host memory, or in a file."""
+class _Shard:
+    """A shard of an array in host memory, or in a file."""
 
     shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
     dtype: torch.dtype
-    sharding: Any
     values: torch.Tensor | FileBackup
 
     @classmethod
-    def of(cls, array: Array, folder: Path | None) -> _Backup:
-        """Copy the shard of an array."""
-        shard = array.addressable_data(0)
+    def of(cls, shard: Array, folder: Path | None) -> _Shard:
+        """Copy a shard."""
         view = host_view(shard)
         # On a CPU, the view is the memory of the array.
         copied = view.clone() if shard.unsafe_buffer_pointer() == view.data_ptr() else view
-        values = copied if folder is None else FileBackup(view.untyped_storage(), folder)
-        return cls(array.shape, shard.shape, view.dtype, array.sharding, values)
+        return cls(shard.shape, view.dtype, copied if folder is None else FileBackup(view.untyped_storage(), folder))
+
+    def restore(self) -> torch.Tensor:
+        """Return the values."""
+        if not isinstance(self.values, FileBackup):
+            return self.values
+        storage = torch.UntypedStorage(0)
+        self.values.restore(storage)
+        return torch.empty(0, dtype=self.dtype).set_(storage).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _Backup:
+    """This process's shards of an array, each once."""
+
+    shape: tuple[int, ...]
+    sharding: Any
+    shards: Sequence[tuple[Box, _Shard]]
+
+    @classmethod
+    def of(cls, array: Array, folder: Path | None) -> _Backup:
+        """Copy the shards of an array."""
+        shards = [(box, _Shard.of(shard, folder)) for box, shard in distinct_shards(array)]
+        return cls(array.shape, array.sharding, shards)
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes
+        return sum(shard.values.nbytes for _, shard in self.shards)
 
     def restore(self) -> Array:
         """Return the array."""
-        if isinstance(self.values, FileBackup):
-            storage = torch.UntypedStorage(0)
-            self.values.restore(storage)
-            local = torch.empty(0, dtype=self.dtype).set_(storage).view(self.local_shape)
-        else:
-            local = self.values
-        return jax.make_array_from_callback(self.shape, self.sharding, lambda _: to_numpy(local))
+        return from_boxes(self.shape, self.sharding, [(box, to_numpy(shard.restore())) for box, shard in self.shards])
 
 
 class JAXMemory:
@@ -104,7 +118,7 @@ class JAXMemory:
                 continue
             # After an error here, the arrays are still on the device.
             self._backups[name] = {key: _Backup.of(x, self._folder) for key, x in arrays.items()}
-            freed += sum(backup.nbytes for backup in self._backups[name].values())
+            freed += sum(_shard_bytes(x) for x in arrays.values())
             # The references first: nothing may read an array without its memory.
             self._kinds[name].put({})
             for x in arrays.values():
@@ -119,7 +133,7 @@ class JAXMemory:
             if backups:
                 with self._model.spec.numbers.enabled():
                     self._kinds[name].put({key: backup.restore() for key, backup in backups.items()})
-                moved += sum(backup.nbytes for backup in backups.values())
+                moved += sum(_shard_bytes(x) for x in self._kinds[name].get().values())
                 del self._backups[name]
         return moved
 
@@ -137,7 +151,8 @@ class JAXMemory:
                 continue
             here = sum(_shard_bytes(x) for x in self._kinds[name].get().values())
             away = sum(x.nbytes for x in self._backups.get(name, {}).values())
-            kinds[name] = KindMemory(here, away, max(self._kinds[name].expected() - here - away, 0))
+            # Devices of one process may hold equal shards, of which one is kept elsewhere.
+            kinds[name] = KindMemory(here, away, 0 if away else max(self._kinds[name].expected() - here, 0))
         return EngineMemory(**kinds)
 
     def _named(self, params: bool, grads: bool, optimizer: bool) -> list[str]:
@@ -146,5 +161,5 @@ class JAXMemory:
 
 
 def _shard_bytes(array: Array) -> int:
-    """Return the bytes of an array on this rank."""
+    """Return the bytes of an array on the devices of this process."""
     return sum(shard.data.nbytes for shard in array.addressable_shards)

@@ -78,7 +78,7 @@ class JAXWeights:
                 array = _row(self._model.spec, array, np.int32(row))
             elif self._model.spec.mesh.size > 1:
                 array = _everywhere(self._model.spec, array)
-        return to_torch(array.addressable_data(0))
+        return to_torch(self._model.spec.finished(array).addressable_data(0))
 
     # ---- files
 
@@ -131,32 +131,29 @@ class JAXWeights:
         """
         model = self._model
         for array in model.arrays:
-            buffer = model.host_buffer(array)
-            for name, box, values in model.weights_in(array, buffer):
-                values.copy_(read(name, box))
-            model.params[array] = model.assembled(array, buffer)
+            buffers = model.host_buffers(array)
+            for name, boxes in model.weights_in(array, buffers):
+                for box, values in boxes:
+                    values.copy_(read(name, box))
+            model.params[array] = model.assembled(array, buffers)
 
     def draw(self, seed: int) -> None:
         """Fill the arrays with random weights of transformers. A value head is zero.
 
-        Weights are drawn in full, one layer at a time, and each rank keeps its shards.
+        Weights are drawn in full, one layer at a time, and each process keeps its shards.
         """
         model = self._model
-        buffers = {array: model.host_buffer(array) for array in model.arrays}
-        parts = {
-            name: (box, values)
-            for array, buffer in buffers.items()
-            for name, box, values in model.weights_in(array, buffer)
-        }
+        buffers = {array: model.host_buffers(array) for array in model.arrays}
+        boxes = {name: boxes for array, own in buffers.items() for name, boxes in model.weights_in(array, own)}
 
         def keep(block: dict[str, Tensor]) -> None:
             for name, full in block.items():
-                box, values = parts[name]
-                values.copy_(full[box])
+                for box, values in boxes[name]:
+                    values.copy_(full[box])
 
         draw(self._hf, seed, keep)
-        for array, buffer in buffers.items():
-            model.params[array] = model.assembled(array, buffer)
+        for array, own in buffers.items():
+            model.params[array] = model.assembled(array, own)
 
     def _read_box(self, files: HFWeights, name: str, box: Box) -> Tensor:
         """Read a box of a weight from the tensors on disk that it consists of."""

@@ -275,6 +275,7 @@ OPTIONS: dict[str, Option] = {
     "jax.coordinator": Option(
         "localhost:1234", "dist/jax/test_world.py::test_coordinator_listens_where_the_configuration_says"
     ),
+    "jax.devices_per_process": Option(4, "dist/jax/test_devices.py::test_budget_is_that_of_a_device"),
     "jax.attention_kernel": Option(
         False, "dist/jax/test_jax.py::test_kernel_computes_packed_sequences_and_blocks_shared_prefixes[w1]"
     ),

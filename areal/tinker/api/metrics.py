@@ -45,13 +45,14 @@ class _Status(Collector):
         tokens = CounterMetricFamily(
             "areal_tokens", "Tokens of training passes, and of sampled answers", labels=["kind"]
         )
-        for kind, numbers in status.get("tokens", {}).items():
-            tokens.add_metric([kind], numbers["count"])
+        for kind, number in status.get("tokens", {}).items():
+            tokens.add_metric([kind], number)
         yield tokens
-        memory = GaugeMetricFamily("areal_memory_bytes", "Memory of the server's process", labels=["device", "state"])
-        for device, numbers in status.get("memory", {}).items():
-            for state, nbytes in numbers.items():
-                memory.add_metric([device, state], nbytes)
+        memory = GaugeMetricFamily(
+            "areal_memory_bytes", "Memory that the server's process uses, and that is free", labels=["state"]
+        )
+        for state, nbytes in status.get("memory", {}).items():
+            memory.add_metric([state], nbytes or 0)
         yield memory
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import (
@@ -18,6 +16,9 @@ from areal.tinker.backends.prepared import (
     SamplingRequest,
     SamplingResult,
 )
+
+if TYPE_CHECKING:  # the HTTP layer imports this module, and no torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.files import parse_path
 from areal.tinker.service.store.futures import Futures, Key
 from areal.tinker.service.store.tables import sampling_sessions
-from areal.utils.profiling.token_rate import TokenRate
 
 NO_SAMPLER = "this server has no sampler: it was started without one"
 
@@ -75,7 +74,7 @@ class Samplers:
         self._running = asyncio.Semaphore(settings.running_samples)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds = 0.0
-        self.tokens = TokenRate()
+        self.tokens = 0
 
     @property
     def queued(self) -> int:
@@ -315,7 +314,7 @@ class Samplers:
                     finally:
                         weights.used = time.monotonic()
                         self.seconds += weights.used - started
-            self.tokens.add(sum(len(answer.tokens) for answer in result.answers))
+            self.tokens += sum(len(answer.tokens) for answer in result.answers)
             await self._futures.finish(request_id, _mask_prompt(result, request.prompt_logprobs_last_n))
             self.counts["sample", "done"] += 1
         except Exception as error:

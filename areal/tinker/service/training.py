@@ -24,7 +24,6 @@ from areal.tinker.service.store.futures import Category, Futures
 from areal.tinker.service.verbs.dispatched import DispatchedTurn
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.verb import Capabilities
-from areal.utils.profiling.token_rate import TokenRate
 
 _T = TypeVar("_T")
 
@@ -64,7 +63,7 @@ class Training:
         self.order = Order()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.tokens = TokenRate()
+        self.tokens = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -216,7 +215,7 @@ class Training:
                 continue
             model.pending = model.pending or verb.changes_model
             columns = verb.columns(entry.prepared, result)
-            self.tokens.add(columns.get("tokens", 0))
+            self.tokens += columns.get("tokens", 0)
             if "loss" in columns:
                 model.losses.append((entry.seq, columns["loss"], columns["tokens"]))
             self._spawn(self._finish(entry, result, **columns))

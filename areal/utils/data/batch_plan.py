@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from areal.utils.data.columns import read_batch
 from areal.utils.data.digest import checksum
 from areal.utils.data.padding import NO_SAMPLES, KeyForms, round_up
 from areal.utils.data.prefixes import Prefixes
+from areal.utils.data.streams import Bins, join_trees, spread_over_streams
 from areal.utils.data.targets import add_targets, check_output_mask, check_target_shape, check_values
 from areal.utils.host_copy import HostCopy, TensorMap
 
@@ -43,6 +44,8 @@ class BatchPlan:
         idle_ranks: some rank is without a micro-batch with samples.
         adapters: index of the adapter of each of the caller's samples; ``None`` if the batch does not name any.
         named: indices of the adapters that samples of this rank name, or of all ranks after :meth:`naming`.
+        streams: the same batch with a bin for each stream, in the order of the micro-batches; ``None`` for one stream each.
+        n_streams: number of streams of each micro-batch.
     """
 
     form: BatchForm
@@ -59,6 +62,8 @@ class BatchPlan:
     idle_ranks: bool = False
     adapters: tuple[int, ...] | None = None
     named: frozenset[int] | None = None
+    streams: BatchPlan | None = None
+    n_streams: tuple[int, ...] = ()
 
     @property
     def n_mbs(self) -> int:
@@ -104,6 +109,22 @@ class BatchPlan:
     def naming(self, named: frozenset[int] | None) -> BatchPlan:
         """Return the plan for a call in which the samples of all ranks name these adapters."""
         return self if named == self.named else replace(self, named=named)
+
+    def in_streams(self, n_streams: Sequence[int]) -> BatchPlan:
+        """Return the plan whose micro-batches are consecutive bins of this one, as streams.
+
+        Args:
+            n_streams: number of streams of each micro-batch.
+        """
+        bins, trees = iter(self.bins), iter(self.trees)
+        known = [[tree for tree in islice(trees, n) if tree is not None] for n in n_streams]
+        return replace(
+            self,
+            bins=tuple(tuple(i for members in islice(bins, n) for i in members) for n in n_streams),
+            trees=tuple(join_trees(each) if each else None for each in known),
+            streams=self,
+            n_streams=tuple(n_streams),
+        )
 
     def build(
         self,
@@ -162,6 +183,7 @@ class BatchPlan:
         # The output mask stays on the host, too, where positions can be counted without waiting for the device.
         mask = self.tokens.get("output_mask")
         wanted = [None] * len(n_tokens) if mask is None else mask.cpu().split(n_tokens)
+        streams = iter(()) if self.streams is None else self.streams._build_real(None, layout, adapters)
         for k, members in enumerate(self.bins):
             values: dict[str, Any] = {key: tensors[k] for key, tensors in (tokens | sequences).items()}
             values |= {key: [next(items) for _ in members] for key, items in payloads.items()}
@@ -178,6 +200,7 @@ class BatchPlan:
                 wanted=wanted[k],
                 layout=layout(seqlens[k], length, self.trees[k], wanted[k], named),
                 adapters=named,
+                streams=() if self.streams is None else tuple(islice(streams, self.n_streams[k])),
             )
 
     def _build_fillers(
@@ -229,7 +252,13 @@ def _copy_to(mbs: Sequence[MicroBatch], device: torch.device) -> list[MicroBatch
 
 
 def plan_batch(
-    batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab_size: int | None = None, trees: bool = True
+    batch: BatchInput,
+    spec: MicroBatchSpec,
+    *,
+    align: int = 1,
+    vocab_size: int | None = None,
+    trees: bool = True,
+    streams: int = 1,
 ) -> BatchPlan:
     """Check a rank's batch and divide it into micro-batches, without communication.
 
@@ -243,6 +272,7 @@ def plan_batch(
         align: the length of a micro-batch is rounded up to a multiple of this. The budget includes it.
         vocab_size: upper bound of ``input_ids`` and ``target_ids``. ``None``: only negative ids are refused.
         trees: build the prefix trees of ``spec.share_prefixes``. A caller that only checks the batch needs none.
+        streams: streams of a micro-batch, each of which has the budget.
 
     Raises:
         ValueError: the batch is invalid, or a sequence exceeds the budget and ``spec.overlong`` is ``"error"``. The error
@@ -271,7 +301,7 @@ def plan_batch(
     # 2. Pack: assign samples to micro-batches by their lengths. With shared prefixes, common tokens count once.
     adapters = read_adapters(columns.sequences, {**columns.tokens, **columns.payloads})
     prefixes = Prefixes(columns.tokens, adapters) if spec.share_prefixes else None
-    bins, dropped = pack_samples(columns.form, spec, align, prefixes, adapters)
+    bins, dropped, n_streams = _pack(columns.form, spec, align, prefixes, adapters, streams)
 
     # 3. Concatenate per-token keys in packed order. This copies the caller's tensors.
     order = [i for members in bins for i in members]
@@ -291,12 +321,10 @@ def plan_batch(
     # 5. Per-sequence keys in packed order, and prefix trees, which depend on the targets.
     index = torch.tensor(order, dtype=torch.int64).to(device)
     sequences = {key: x.index_select(0, index) for key, x in columns.sequences.items()}
-    return BatchPlan(
+    plan = BatchPlan(
         form=columns.form,
         bins=bins,
-        trees=(None,) * len(bins)
-        if prefixes is None or not trees
-        else _build_trees(prefixes, bins, columns.form, tokens, sequences),
+        trees=_build_trees(prefixes if trees else None, bins, columns.form, tokens, sequences),
         dropped=dropped,
         align=align,
         tokens=tokens,
@@ -308,16 +336,35 @@ def plan_batch(
         adapters=adapters,
         named=None if adapters is None else frozenset(adapters[i] for i in order),
     )
+    return plan if streams == 1 else plan.in_streams(n_streams)
+
+
+def _pack(
+    form: BatchForm,
+    spec: MicroBatchSpec,
+    align: int,
+    prefixes: Prefixes | None,
+    adapters: Sequence[int] | None,
+    streams: int,
+) -> tuple[Bins, tuple[int, ...], list[int]]:
+    """Return the samples of each stream, the samples that were dropped, and the number of streams of each micro-batch."""
+    bins, dropped = pack_samples(form, spec, align, prefixes, adapters)
+    if streams == 1:
+        return bins, dropped, [1] * len(bins)
+    bins, n_streams = spread_over_streams(bins, form, spec, align, prefixes, adapters, streams)
+    return bins, dropped, n_streams
 
 
 def _build_trees(
-    prefixes: Prefixes,
+    prefixes: Prefixes | None,
     bins: Sequence[Sequence[int]],
     form: BatchForm,
     tokens: Mapping[str, Tensor],
     sequences: Mapping[str, Tensor],
-) -> tuple[PrefixTree, ...]:
-    """Return the prefix tree of each bin. ``tokens`` and ``sequences`` are those of all bins end to end."""
+) -> tuple[PrefixTree | None, ...]:
+    """Return the prefix tree of each bin, if there are prefixes. ``tokens`` and ``sequences`` are those of all bins end to end."""
+    if prefixes is None:
+        return (None,) * len(bins)
     # Keys that outputs depend on, expanded to packed tokens.
     output_keys = [tokens[key].cpu() for key in ("target_ids", "output_mask") if key in tokens]
     lengths = torch.tensor([form.seqlens[i] for members in bins for i in members])

@@ -1,8 +1,8 @@
 """The factors of adapters, which are torch parameters, as the inputs of a JAX program.
 
 Each forward gets the factors of its adapters, stacked: a slot for each adapter, and a row for each layer of a kind. Sizes are
-rounded up to powers of two, so that few different programs are compiled. Arrays have an axis over data-parallel ranks: each rank
-passes the factors of its samples, and gets their gradient, without a sum over ranks.
+rounded up to powers of two, so that few different programs are compiled. Arrays have an axis over streams: each process passes the
+factors of its samples for all of its streams, and sums their gradients, without a sum over processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from areal.engine.jax.inputs import Sizes, power_of_two
 from areal.engine.jax.lora.contribution import DOWN, UP
-from areal.engine.jax.mesh import STREAMS, to_numpy, to_torch, ways
+from areal.engine.jax.mesh import STREAMS, distinct_shards, to_numpy, to_torch, ways
 from areal.engine.jax.model.architecture import stacked_name
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.lora.adapter import Adapter, AdapterLayout
@@ -95,8 +95,8 @@ class StackedFactors:
         self.parameters = [place.parameter for place in places]
 
     def gradients(self, arrays: Mapping[str, Array]) -> list[Tensor]:
-        """Return the gradients of :attr:`parameters` of this rank from those of :attr:`arrays`."""
-        local = {name: to_torch(x.addressable_data(0)) for name, x in arrays.items()}
+        """Return the gradients of :attr:`parameters` from those of :attr:`arrays`: sums over the streams of this process."""
+        local = {name: _summed([to_torch(shard) for _, shard in distinct_shards(x)]) for name, x in arrays.items()}
         found = []
         for place in self._places:
             gradient = local[place.array][place.index]
@@ -161,7 +161,7 @@ class FactorStacks:
         return StackedFactors({name: self._placed(name, x) for name, x in arrays.items()}, places)
 
     def _shapes(self, kind: str, shape: _StackShape) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the names and shapes of this rank's arrays of a kind of layers."""
+        """Return the names of the arrays of a kind of layers, and their shapes for one stream."""
         info = self._kinds[kind]
         rows = () if info.rows is None else (info.rows,)
         return [
@@ -178,17 +178,24 @@ class FactorStacks:
                 yield _Place(pair.up.parameter, f"{kind}.{UP}", (*rows, 0, slice(None), slot, ranks), pair.scale)
 
     def _placed(self, name: str, values: np.ndarray) -> Array:
-        """Return the array of all data-parallel ranks, of which this rank has ``values``."""
+        """Return the array of all streams, of which those of this process have ``values``."""
         sharding = factor_sharding(self._spec, values.ndim)
         axis = values.ndim - 4
         shape = (*values.shape[:axis], ways(self._spec.mesh, STREAMS), *values.shape[axis + 1 :])
         with self._spec.numbers.enabled():
-            return jax.make_array_from_process_local_data(sharding, values, shape)
+            return jax.make_array_from_callback(shape, sharding, lambda _: values)
 
 
 def factor_sharding(spec: ModelSpec, n_dims: int) -> NamedSharding:
-    """Return the placement of stacked factors: each data-parallel rank has its own, in full."""
+    """Return the placement of stacked factors: each stream has its own, in full."""
     return NamedSharding(spec.mesh, PartitionSpec(*[None] * (n_dims - 4), STREAMS))
+
+
+def _summed(tensors: Sequence[Tensor]) -> Tensor:
+    first, *others = tensors
+    for other in others:
+        first += other.to(first.device)
+    return first
 
 
 def _linears(hf: PreTrainedModel) -> dict[str, nn.Linear]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,13 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal.engine.jax.lora.contribution import FactorUse
-from areal.engine.jax.mesh import STREAMS, gathered_spec, row_spec, stored_spec, ways
+from areal.engine.jax.mesh import STREAMS, bounds, gathered_spec, row_spec, stored_spec, ways
 from areal.engine.jax.model.architecture import LAYER, Architecture
 from areal.engine.jax.model.fused_attention import Kernel
 from areal.engine.jax.model.products import Numbers, WeightUse
 
 Params = Mapping[str, Array]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,33 @@ class ModelSpec:
         """Constrain a whole array of parameters or gradients to its placement."""
         return lax.with_sharding_constraint(value, self.stored(name, value.shape))
 
+    @property
+    def local_streams(self) -> range:
+        """Indices of the streams that devices of this process compute."""
+        shape = (ways(self.mesh, STREAMS),)
+        indices = NamedSharding(self.mesh, PartitionSpec(STREAMS)).addressable_devices_indices_map(shape).values()
+        streams = [bounds(index, shape)[0] for index in indices]
+        return range(min(s.start for s in streams), max(s.stop for s in streams))
+
     def from_local(self, values: np.ndarray) -> Array:
-        """Return a ``[D, ...]`` array of which this rank has the row ``values``."""
+        """Return a ``[D, ...]`` array of which this process has the rows ``values`` of its streams."""
         sharding = NamedSharding(self.mesh, PartitionSpec(STREAMS))
+        shape, first = (ways(self.mesh, STREAMS), *values.shape[1:]), self.local_streams.start
+
+        def row(index: tuple[slice, ...] | None) -> np.ndarray:
+            start = bounds(index, shape)[0].start - first
+            return values[start : start + 1]
+
         with self.numbers.enabled():
-            return jax.make_array_from_process_local_data(
-                sharding, values[None], (ways(self.mesh, STREAMS), *values.shape)
-            )
+            return jax.make_array_from_callback(shape, sharding, row)
+
+    def finished(self, results: _T) -> _T:
+        """Return the results of a program: on CPUs of one process, after it has ended on all of them.
+
+        Each of these devices has one thread. Two programs at once can take the threads that both need for their collectives.
+        """
+        several = len(self.mesh.local_devices) > 1 and self.mesh.devices.flat[0].platform == "cpu"
+        return jax.block_until_ready(results) if several else results
 
     def spread(self, x: Array, *axes: str | None) -> Array:
         """Constrain a ``[D, ...]`` array to one row for each data-parallel rank, and the given axes for the other dimensions."""

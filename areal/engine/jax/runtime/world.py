@@ -48,27 +48,39 @@ _memberships: list[_Membership] = []
 """The membership of this process, if there is one."""
 
 
-def join_world(control: ControlPlane, address: str | None, device: torch.device, heartbeat: float) -> None:
-    """Make one JAX world of the ranks of an engine, unless they are one already. Collective over the ranks.
+def join_world(
+    control: ControlPlane, address: str | None, device: torch.device, heartbeat: float, devices: int = 1
+) -> None:
+    """Make one JAX world of the processes of an engine, unless they are one already. Collective over the processes.
 
     Args:
         control: control plane over all ranks.
         address: ``host:port`` of the coordination service; by default a free port of the first rank's host.
         device: torch's device of this rank.
         heartbeat: seconds without a sign of life after which the template takes a rank for lost.
+        devices: devices of each process.
 
     Raises:
-        ValueError: the process is in a JAX world of other ranks, JAX was used before it could join one, or the address is not valid.
+        ValueError: the process is in a JAX world of other ranks, JAX was used before it could join one, a process has another number of
+            devices, or the address is not valid.
         RuntimeError: the coordination service does not start.
     """
     if control.size == 1:
-        return
+        if devices > 1 and not xla_bridge.backends_are_initialized():
+            jax.config.update("jax_num_cpu_devices", devices)
+    else:
+        _join(control, address, device, heartbeat, devices)
+    control.attempt(lambda: _check_devices(devices))
+
+
+def _join(control: ControlPlane, address: str | None, device: torch.device, heartbeat: float, devices: int) -> None:
+    """Make one JAX world of several processes, unless they are one already."""
     host, port = control.attempt(lambda: _host_and_port(address, control.address))
     worlds = control.attempt_and_gather(lambda: _check(control.rank, control.size))
     if worlds[0] is not None and len(set(worlds)) == 1:
         return
     control.attempt(lambda: _check_alike(worlds))
-    control.attempt(lambda: _configure(device))
+    control.attempt(lambda: _configure(device, devices))
 
     # The service first: no rank waits for one that does not start. It must not give up a rank before the template does.
     seconds = max(100, round(3 * heartbeat))
@@ -85,12 +97,12 @@ def join_world(control: ControlPlane, address: str | None, device: torch.device,
     control.attempt(jax.devices)
     for listeners in control.gather(listening() - before):
         _memberships[-1].listeners |= listeners
-    unused = len(jax.local_devices()) - 1
-    if unused:
+    if devices == 1 < len(jax.local_devices()):
         logger.warning(
-            "JAX: rank %d uses one of its %d devices: start a process for each device, such as with resources={'TPU': 1} on Ray",
+            "JAX: rank %d uses one of its %d devices: set jax.devices_per_process, or start a process for each device, such as with "
+            "resources={'TPU': 1} on Ray",
             control.rank,
-            unused + 1,
+            len(jax.local_devices()),
         )
     if control.rank == 0:
         logger.info("JAX: a world of %d processes, coordinated at %s:%d", control.size, host, started.port)
@@ -147,17 +159,32 @@ def _check_alike(worlds: list[str | None]) -> None:
         raise ValueError(f"the ranks are not in one JAX world: {named}; leave jax.distributed.initialize to the engine")
 
 
-def _configure(device: torch.device) -> None:
+def _check_devices(devices: int) -> None:
+    """Raise unless this process has as many devices as it is to use. One device is the first of any number."""
+    found = len(jax.local_devices()) if devices > 1 else devices
+    if found != devices:
+        raise ValueError(
+            f"jax.devices_per_process = {devices}, but JAX has {found} {jax.local_devices()[0].platform} devices in this process: set it to "
+            f"{found}, or on CPUs create the engine before the first array"
+        )
+
+
+def _configure(device: torch.device, devices: int) -> None:
     """Set what the backend reads at its start."""
     # SIGTERM ends a process: JAX would only take note of it.
     jax.config.update("jax_enable_preemption_service", False)
     # Without this, JAX ends the processes that survive the loss of another one.
     jax.config.update("jax_enable_recoverability", True)
-    # On CPUs: one device in each process, also if XLA_FLAGS ask for more.
+    # On CPUs: so many devices in each process, also if XLA_FLAGS ask for others.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_num_cpu_devices", devices)
     # On GPUs: the one of this rank. On TPUs, the runtime has distributed them.
     gpu = platform.local_gpu(device)
+    if gpu is not None and devices > 1:
+        raise ValueError(
+            f"jax.devices_per_process = {devices} with several processes on GPUs: torch has one GPU in each of them; start a process for each "
+            "GPU, and leave it out"
+        )
     if gpu is not None:
         jax.config.update("jax_cuda_visible_devices", str(gpu))
         jax.config.update("jax_rocm_visible_devices", str(gpu))

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal.api import TrainEngine
+from areal.engine.checkpoint import dcp
 from areal.tests.harness.tiny import (
     global_batch,
     local_batch,
@@ -51,3 +54,12 @@ def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 255
     file.write_bytes(content)
+
+
+def contents(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, in full."""
+    metadata = dcp.read_metadata(path)
+    entries = {key: e for key, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
+    tensors = {key: torch.full(entry.size, -1.0, dtype=entry.properties.dtype) for key, entry in entries.items()}
+    dcp.read_tensors(path, metadata, tensors)
+    return tensors

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal.api import OptimizerConfig, SaveLoadMeta, StepOutput, TrainEngine
-from areal.engine.checkpoint import dcp
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.model import random_init
+from areal.tests.dist.checkpoint.checkpoints import contents
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import (
@@ -42,15 +41,6 @@ OPTIMIZERS = {"adamw": OPTIMIZER, "sgd": SGD}
 
 def step(engine: TrainEngine, seed: int) -> StepOutput:
     return engine.train_batch(local_batch(engine, global_batch(seed)), loss)
-
-
-def contents(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, in full."""
-    metadata = dcp.read_metadata(path)
-    entries = {key: e for key, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
-    tensors = {key: torch.full(entry.size, -1.0, dtype=entry.properties.dtype) for key, entry in entries.items()}
-    dcp.read_tensors(path, metadata, tensors)
-    return tensors
 
 
 # ---- resume

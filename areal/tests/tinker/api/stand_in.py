@@ -203,8 +203,8 @@ class StandInService:
             "checkpoint_count": 1,
             "requests": [{"kind": "forward", "result": "refused", "count": 2}],
             "seconds": {"forward": 0.5},
-            "tokens": {"training": {"count": 900, "per_second": 12.5}, "sampling": {"count": 40, "per_second": 0.5}},
-            "memory": {"host": {"used": 3 * 2**30, "free": 5 * 2**30}},
+            "tokens": {"training": 900, "sampling": 40},
+            "memory": {"used": 3 * 2**30, "free": 5 * 2**30},
         }
 
 

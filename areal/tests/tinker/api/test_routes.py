@@ -386,6 +386,6 @@ def test_metrics() -> None:
         'areal_requests_total{kind="forward",result="refused"} 2.0',
         'areal_backend_seconds_total{kind="forward"} 0.5',
         'areal_tokens_total{kind="training"} 900.0',
-        'areal_memory_bytes{device="host",state="free"} 5.36870912e+09',
+        'areal_memory_bytes{state="free"} 5.36870912e+09',
     ):
         assert line in text

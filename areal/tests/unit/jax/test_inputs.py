@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.api import MicroBatchSpec
+from areal.api import IGNORE_INDEX, MicroBatchSpec
 from areal.engine.jax.inputs import Sizes, StreamInputs, bucket, row_bucket, walk
+from areal.engine.jax.local_streams import LocalStreams
 from areal.engine.jax.model.attention import BLOCK
 from areal.utils.data import plan_batch
 
@@ -96,6 +97,25 @@ def test_ranks_with_fewer_targets_get_as_many_as_the_others() -> None:
     computed = torch.arange(96.0).view(32, 3)
     assert torch.equal(one.result("logprobs", computed), computed[:5, 0])
     assert torch.equal(three.result("logprobs", computed), computed[:5])
+
+
+def test_streams_of_a_process_are_one_micro_batch() -> None:
+    """Four streams, of which one has no sequence: arrays of one size, and outputs in the order of the micro-batch."""
+    lengths = (7, 3, 5)
+    batch = [{"input_ids": torch.full((n,), n), "target_ids": torch.full((n,), n)} for n in lengths]
+    plan = plan_batch(batch, MicroBatchSpec(max_tokens_per_mb=8), streams=4)
+    (mb,) = plan.build(n_mbs=1, device=torch.device("cpu"), padded_length=None, layout=None, adapters=()).mbs
+    streams = LocalStreams(mb, ("logprobs",), 1.0, 4)
+    arrays = streams.arrays(streams.sizes, np.dtype("float32"))
+    assert {name: x.shape[:2] for name, x in arrays.items()} == {
+        **dict.fromkeys(("ids", "leave", "positions", "places", "targets", "temperature"), (4, 32)),
+        "first": (4, 1),
+    }
+    # Nobody reads an output of padding, and a token of it sees itself only.
+    assert (arrays["targets"][3] == IGNORE_INDEX).all()
+    assert (arrays["leave"][3] == np.arange(1, 33)).all()
+    computed = torch.from_numpy(np.where(arrays["targets"] == IGNORE_INDEX, 0, arrays["targets"]).astype("float32"))
+    assert torch.equal(streams.result("logprobs", computed), mb.data["target_ids"].float())
 
 
 def test_parts_of_a_stream_have_equal_numbers_of_rows() -> None:

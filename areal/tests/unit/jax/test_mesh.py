@@ -19,6 +19,10 @@ def test_ranks_have_the_first_device_of_their_process() -> None:
     assert [device.id for device in _devices_of([2, 0, 1], DEVICES)] == [3, 1, 0]
 
 
+def test_devices_of_a_process_are_consecutive_ranks() -> None:
+    assert [device.id for device in _devices_of([1, 0], DEVICES, 2)] == [0, 4, 1, 2]
+
+
 def test_processes_that_do_not_see_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"processes 0, 0 of JAX.*set TPU_PROCESS_ADDRESSES"):
         _devices_of([0, 0], DEVICES)

@@ -18,6 +18,8 @@ from areal.api import FinetuneSpec, LoRAConfig
 from areal.dispatch import InProcess, WorkerGroup
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
+from areal.engine.options import process_dims
+from areal.engine.registry import engine_class
 from areal.tinker.backends.backend import ModelLimits
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.losses.loss_table import loss_keys, make_loss
@@ -75,7 +77,7 @@ class EngineBackend:
     def __init__(self, model: str, backend: str, config: EngineBackendConfig) -> None:
         self._config, self._base = config, find_base_model(model)
         settings = config.engine_config(model, backend, self._base.dtype)
-        self._executor = config.executor(settings.dims.world_size)
+        self._executor = config.executor(process_dims(engine_class(settings.dims.backend), settings).world_size)
         self._numbers = itertools.count()
         self._lost: BaseException | None = None
         self._closed = False

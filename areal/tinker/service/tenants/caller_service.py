@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.service.checkpoints import CheckpointRegistry, check_ttl, checkpoint_of, spec_of
 from areal.tinker.service.errors import NotFoundError, SessionOverError
@@ -32,7 +30,7 @@ from areal.tinker.service.training import Training
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel
 from areal.tinker.service.verbs.verb import ModelRequest, RefusedRequest
 from areal.tinker.service.verbs.weights import LoadWeights
-from areal.utils.platform import accelerator, current_device, free_memory, used_bytes
+from areal.utils.profiling import host_memory
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -280,11 +278,8 @@ class CallerService:
             "checkpoint_count": total,
             "requests": [{"kind": kind, "result": result, "count": n} for (kind, result), n in sorted(counts.items())],
             "seconds": {**parts.training.seconds, "sample": parts.samplers.seconds},
-            "tokens": {
-                kind: {"count": rate.total, "per_second": rate.per_second()}
-                for kind, rate in (("training", parts.training.tokens), ("sampling", parts.samplers.tokens))
-            },
-            "memory": _memory(),
+            "tokens": {"training": parts.training.tokens, "sampling": parts.samplers.tokens},
+            "memory": {"used": host_memory.resident_bytes(), "free": host_memory.available_bytes()},
         }
 
     # ------------------------------------------------------------------ checks
@@ -369,10 +364,3 @@ class CallerService:
         model = self.parts.training.order.models.get(run_id)
         points = list(model.losses) if model else await self.parts.runs.losses(run_id, MAX_LOSS_POINTS)
         return [{"seq_id": seq, "loss": loss, "tokens": tokens} for seq, loss, tokens in points if math.isfinite(loss)]
-
-
-def _memory() -> dict[str, dict[str, int]]:
-    """Return the bytes that this process uses and those that are free, of the host and of its GPU."""
-    devices = {"host": torch.device("cpu"), accelerator(): current_device()}
-    devices.pop("cpu", None)
-    return {name: {"used": used_bytes(device), "free": free_memory(device)} for name, device in devices.items()}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from areal.tests.mutants.planting import Function, mutant
@@ -25,6 +28,32 @@ def every_rank_has_everything(right: Function) -> Function:
     return lambda name, shape, mesh: type(right(name, shape, mesh))(
         *(axis if axis == "tp" else None for axis in right(name, shape, mesh))
     )
+
+
+@mutant("areal.engine.jax.mesh:_devices_of", "unit/jax/test_mesh.py::test_devices_of_a_process_are_consecutive_ranks")
+def devices_of_processes_in_turn(right: Function) -> Function:
+    """The ranks take a device of each process in turn: a process computes streams of other processes."""
+
+    def wrong(processes: Any, devices: Any, each: int = 1) -> Any:
+        found = right(processes, devices, each)
+        return [found[k] for start in range(each) for k in range(start, len(found), each)]
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.jax.local_streams:LocalStreams.result",
+    "unit/jax/test_inputs.py::test_streams_of_a_process_are_one_micro_batch",
+)
+def outputs_of_another_stream(right: Function) -> Function:
+    """The outputs of the streams of a process come back in another order."""
+    return lambda self, name, rows: right(self, name, rows.flip(0))
+
+
+@mutant("areal.utils.data.streams:join_trees", "unit/data/test_streams.py::test_tree_of_streams_is_that_of_their_trees")
+def tokens_of_the_first_stream(right: Function) -> Function:
+    """The trees of all streams refer to tokens of the first one."""
+    return lambda trees: replace(right(trees), tokens=torch.cat([tree.tokens for tree in trees]))
 
 
 @mutant(

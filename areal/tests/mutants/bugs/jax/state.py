@@ -27,22 +27,22 @@ def resumed_without_steps(right: Function) -> Function:
 def layers_in_reverse(right: Function) -> Function:
     """The rows of arrays over layers get the names of other layers."""
 
-    def wrong(self: Any, name: str, values: Any) -> Any:
-        parts = right(self, name, values)
+    def wrong(self: Any, name: str, boxes: Any) -> Any:
+        parts = right(self, name, boxes)
         return [(weight, *rest) for (weight, *_), (_, *rest) in zip(reversed(parts), parts, strict=True)]
 
     return wrong
 
 
 @mutant(
-    "areal.engine.jax.model_arrays:ModelState.box",
+    "areal.engine.jax.model_arrays:ModelState.weights_in",
     _CHECKPOINT.format("test_random_weights_are_those_of_the_fsdp_engine[jax:t2]"),
 )
 def box_of_the_first_rank(right: Function) -> Function:
     """Every rank fills its shards with the values of the first one."""
 
-    def wrong(self: Any, name: str) -> Any:
-        return tuple(slice(0, each.stop - each.start) for each in right(self, name))
+    def wrong(self: Any, name: str, boxes: Any) -> Any:
+        return right(self, name, [(tuple(slice(0, each.stop - each.start) for each in box), x) for box, x in boxes])
 
     return wrong
 

@@ -21,7 +21,6 @@ from areal.tests.unit.tinker.service.fakes import (
 from areal.tinker.backends.prepared import PassResult, SamplingResult
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, UnloadModel
 from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
-from areal.utils.profiling.token_rate import TokenRate
 
 
 def test_train_save_sample_and_resume(tmp_path: Path) -> None:
@@ -91,30 +90,10 @@ def test_status_has_curves_queue_and_counters(tmp_path: Path) -> None:
             assert {"kind": "forward_backward", "result": "done", "count": 2} in status["requests"]
             [described] = status["models"]
             assert (described["model_id"], described["name"], described["owner"]) == (model, "my run", "local")
-            assert status["tokens"]["training"]["count"] == 6
-            assert status["tokens"]["training"]["per_second"] > 0
-            assert status["memory"]["host"]["used"] > 0
-            assert status["memory"]["host"]["free"] > 0
+            assert status["tokens"] == {"training": 6, "sampling": 0}
+            assert min(status["memory"].values()) > 0
             assert status["seconds"]["forward_backward"] >= 0
             assert service.parts.trouble() is None
             assert (await service.capabilities())["supported_models"][0]["sampleable"] is False
 
     asyncio.run(main())
-
-
-def test_rate_is_a_mean_over_the_last_minute() -> None:
-    now = [100.0]
-    rate = TokenRate(lambda: now[0])
-    assert rate.per_second() == 0
-    now[0] += 10
-    rate.add(50)
-    assert rate.per_second() == 5
-    now[0] += 40
-    rate.add(70)
-    assert rate.per_second() == 120 / 50
-    # The first request was more than a minute ago.
-    now[0] += 30
-    assert rate.per_second() == 70 / 60
-    now[0] += 100
-    assert rate.per_second() == 0
-    assert rate.total == 120
