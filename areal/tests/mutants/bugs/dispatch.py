@@ -180,7 +180,7 @@ if find_spec("ray") is not None:
 
     @mutant(
         "areal.dispatch.ray.processes:Processes.without",
-        RAY + "test_cluster.py::test_processes_that_reply_after_a_loss_make_a_world",
+        "unit/dispatch/test_ray_processes.py::test_processes_that_reply_after_a_loss_make_a_world",
     )
     def lost_process_goes_on(right: Function) -> Function:
         """The lost process is asked, too, and the one before it is not."""
@@ -188,7 +188,7 @@ if find_spec("ray") is not None:
 
     @mutant(
         "areal.dispatch.ray.cluster:by_rank",
-        RAY + "test_cluster.py::test_ranks_of_a_node_are_consecutive_in_the_order_of_their_gpus",
+        "unit/dispatch/test_ray_processes.py::test_ranks_of_a_node_are_consecutive_in_the_order_of_their_gpus",
     )
     def ranks_in_the_order_of_bundles(right: Function) -> Function:
         """Ranks follow the bundles, of which those of a node are not consecutive."""
@@ -196,7 +196,7 @@ if find_spec("ray") is not None:
 
     @mutant(
         "areal.dispatch.ray.cluster:local_ranks",
-        RAY + "test_cluster.py::test_local_ranks_number_the_processes_that_see_the_same_devices",
+        "unit/dispatch/test_ray_processes.py::test_local_ranks_number_the_processes_that_see_the_same_devices",
     )
     def local_ranks_of_the_node(right: Function) -> Function:
         """Processes with a GPU of their own are numbered like processes that see all GPUs of the node."""
