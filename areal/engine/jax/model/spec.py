@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -72,7 +73,7 @@ class ModelSpec:
         """Constrain a whole array of parameters or gradients to its placement."""
         return lax.with_sharding_constraint(value, self.stored(name, value.shape))
 
-    @property
+    @functools.cached_property
     def local_streams(self) -> range:
         """Indices of the streams that devices of this process compute."""
         shape = (ways(self.mesh, STREAMS),)

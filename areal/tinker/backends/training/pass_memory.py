@@ -15,7 +15,7 @@ from areal.utils import platform
 _R = TypeVar("_R")
 
 FEW_TOKENS = 256
-"""Tokens up to which a pass runs without a question: what it needs is little beside the model."""
+"""Tokens up to which a pass runs without a question: its bytes are few next to those of the model."""
 
 PROBE_TOKENS = 512
 """Tokens of the pass that is measured before the first one that asks."""
@@ -59,7 +59,8 @@ class PassMemory:
             return work()
         if not self._measured:
             self._probe(FEW_TOKENS)  # allocates what only the first pass does
-            self._measure(min(tokens, PROBE_TOKENS), lambda: self._probe(min(tokens, PROBE_TOKENS)))
+            probed = min(tokens, PROBE_TOKENS)
+            self._measure(probed, lambda: self._probe(probed))
         needed = round(tokens * self._bytes_per_token)
         self._check(tokens, needed, max(lengths))
         try:
