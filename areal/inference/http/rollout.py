@@ -57,7 +57,7 @@ class HTTPRollout:
     until it answers; its requests go to the others.
 
     With ``control``, all ranks make this engine, and the first one owns the servers. ``sync``, ``update`` and ``load`` are collective then.
-    The other ranks have no :attr:`client`, make no connection and generate nothing.
+    The others make no connection and generate nothing: a runner on them runs no episode.
 
     ``generate`` may be awaited on any number of event loops. Requests are sent from an event loop in a thread of this engine.
 
@@ -147,7 +147,7 @@ class HTTPRollout:
 
     @property
     def client(self) -> HTTPRollout | None:
-        """This engine on the rank that owns the servers, ``None`` on others: what a runner takes."""
+        """This engine on the rank that owns the servers, ``None`` on others."""
         return self if self.owns_servers else None
 
     @property
@@ -177,7 +177,7 @@ class HTTPRollout:
         # Checked here, before a request is queued.
         self._check_awake()
         if not self.owns_servers:
-            raise RuntimeError("the first rank owns the servers, and this is another: give a runner rollout.client")
+            raise RuntimeError("the first rank owns the servers, and this is another: only the first generates")
         prompt = checked_prompt(prompt_ids)
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None

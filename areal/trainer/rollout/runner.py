@@ -47,18 +47,18 @@ class Runner:
     whole run, and all rewards are computed there: see :class:`~areal.trainer.rollout.rewards.RewardPool`.
 
     Args:
-        client: generates the answers. ``None`` if other ranks generate: this rank runs no episode, and its batches are empty.
+        client: generates the answers. ``None``, or a rollout whose ``owns_servers`` is false: this rank runs no episode and has no groups.
         episode: run ``group_size`` times per item.
-        items: data set, iterated epoch after epoch. Not read without a client.
+        items: data set, iterated epoch after epoch. Not read on a rank that runs no episode.
         plan: size of a batch, limits and seeds.
         keep: returns False for groups to replace, at most ``Plan.max_rejected`` for each group of a batch. A group without sequences is
             always kept, and counted as failed.
-        rank: index of this rank among those that run episodes; -1 without a client. By default a trainer sets it; without a trainer it is
-            the rank in the world.
+        rank: index of this rank among those that run episodes; -1 on others. By default a trainer sets it; without a trainer it is the rank
+            in the world.
         size: number of ranks that run episodes, by default those of the world. Pass both or neither.
 
     Attributes:
-        plays: True if this rank runs episodes, because it has a client.
+        plays: True if this rank runs episodes.
 
     Raises:
         ValueError: ``items`` is empty, or ``rank`` is not one of ``size``.
@@ -78,7 +78,7 @@ class Runner:
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        self.plays = client is not None
+        self.plays = client is not None and getattr(client, "owns_servers", True)
         if self.plays and not len(items):
             raise ValueError("items is empty: pass at least one")
         self._client = cast(RolloutClient, client)  # used to play a group, which a rank without a client never does

@@ -229,7 +229,7 @@ def owned(
     with HTTPRollout(
         urls, VLLM(), folder=folder, control=engine.control, model=model_dir("qwen3"), deadline=60
     ) as rollout:
-        runner = Runner(rollout.client, EPISODE, Prompts(), plan)
+        runner = Runner(rollout, EPISODE, Prompts(), plan)
         try:
             yield runner, rollout
         finally:

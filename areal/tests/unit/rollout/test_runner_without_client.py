@@ -15,10 +15,17 @@ from areal.trainer.rollout.runner import Runner
 PLAN = Plan(groups=4, max_staleness=1)
 
 
-def test_runner_without_client_has_empty_batches_at_once() -> None:
+class Elsewhere(Client):
+    """A rollout whose servers another rank owns."""
+
+    owns_servers = False
+
+
+@pytest.mark.parametrize("client", [None, Elsewhere()], ids=["none", "servers of another rank"])
+def test_runner_without_client_has_empty_batches_at_once(client: Client | None) -> None:
     """It starts no thread, and reads no items."""
     threads = threading.active_count()
-    with running(None, episode(), PLAN) as runner:
+    with running(client, episode(), PLAN) as runner:
         assert threading.active_count() <= threads
         assert runner.next_batch(timeout=0) == []
         for trained in range(3):
