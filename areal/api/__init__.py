@@ -34,7 +34,7 @@ from areal.api.memory import EngineMemory, KindMemory
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.pending import Finished, Pending
-from areal.api.step_settings import StepSettings
+from areal.api.step_settings import ParamGroup, StepSettings
 from areal.api.weights import (
     NamedTensor,
     SelectName,
@@ -80,6 +80,7 @@ __all__ = [
     "OutputName",
     "Outputs",
     "ParallelDims",
+    "ParamGroup",
     "Pending",
     "PrefixTree",
     "ProcessOutputFn",

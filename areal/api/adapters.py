@@ -88,6 +88,10 @@ class Adapters(Protocol):
         """
         ...
 
+    def peft_config(self) -> dict[str, Any]:
+        """Return the configuration of the selected adapter, as in peft's ``adapter_config.json``: JSON values."""
+        ...
+
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Yield the weights of the selected adapter: full tensors under the names of peft's files. Every rank iterates to the end."""
         ...

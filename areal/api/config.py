@@ -30,7 +30,11 @@ def torch_dtype(name: str) -> torch.dtype:
 class FinetuneSpec(StrictConfig):
     """Facts about the run that the learning-rate schedule needs."""
 
-    total_train_steps: int = Field(gt=0, description="Optimizer steps of the run.")
+    total_train_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="Optimizer steps of the run; None if it is unknown, for a constant learning rate.",
+    )
 
 
 class BackendConfig(StrictConfig):

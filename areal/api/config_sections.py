@@ -55,7 +55,7 @@ def meant(name: str, known: Iterable[str]) -> str | None:
 class MicroBatchSpec(StrictConfig):
     """Rules for cutting a rank's batch into micro-batches. The gradient does not depend on them.
 
-    Without ``max_tokens_per_mb`` and ``n_mbs``, the batch of a rank is one micro-batch.
+    Without ``max_tokens_per_mb``, ``samples_per_mb`` and ``n_mbs``, the batch of a rank is one micro-batch.
 
     ``overlong`` applies to sequences longer than the budget: ``"error"`` raises on every rank, ``"alone"`` puts each into
     a separate micro-batch that exceeds the budget, ``"drop"`` excludes them (their outputs are zeros, and
@@ -66,6 +66,11 @@ class MicroBatchSpec(StrictConfig):
         default=None, gt=0, description="Maximum tokens in a micro-batch, padding and alignment included."
     )
     n_mbs: int | None = Field(default=None, gt=0, description="Minimum number of micro-batches on a rank.")
+    samples_per_mb: int | None = Field(
+        default=None,
+        gt=0,
+        description="Consecutive samples of each micro-batch, instead of a budget; the last one has the remaining samples.",
+    )
     granularity: int = Field(
         default=1, gt=0, description="Consecutive samples that stay in one micro-batch (2 for preference pairs)."
     )
@@ -87,9 +92,27 @@ class MicroBatchSpec(StrictConfig):
         default=(), description="Keys that are lists with one tensor of any size per sample."
     )
 
+    @model_validator(mode="after")
+    def _samples_or_budget(self) -> MicroBatchSpec:
+        samples = self.samples_per_mb
+        if samples is None:
+            return self
+        for name in ("max_tokens_per_mb", "n_mbs"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"MicroBatchSpec.samples_per_mb = {samples} with {name} = {getattr(self, name)}: both cut the batch; leave one of them out"
+                )
+        if samples % self.granularity:
+            raise ValueError(
+                f"MicroBatchSpec.samples_per_mb = {samples} with granularity = {self.granularity}: choose a multiple of the granularity"
+            )
+        return self
+
 
 class OptimizerConfig(StrictConfig):
     """Optimizer, clipping and learning-rate schedule. Skipped optimizer steps do not count as steps.
+
+    A caller with a schedule of its own leaves ``lr_scheduler`` and ``warmup_steps`` out, and calls ``TrainEngine.set_lr`` before each step.
 
     The learning rate rises linearly over ``warmup_steps`` (step ``i``, from 0, has ``(i + 1) / warmup_steps``), then follows the
     schedule down to ``min_lr_ratio * lr`` at ``FinetuneSpec.total_train_steps``. ``wsd`` (warm-up, stable, decay) is constant, then

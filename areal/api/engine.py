@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,22 +10,21 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.adapters import Adapters
 from areal.api.arguments import BatchInput, Outputs, default_loss_weight
 from areal.api.batch import OptimStats, StepOutput
 from areal.api.checkpoint import SaveLoadMeta
-from areal.api.config import FinetuneSpec, TrainEngineConfig
+from areal.api.config import FinetuneSpec, MicroBatchSpec, TrainEngineConfig
 from areal.api.control import Control
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.memory import EngineMemory
 from areal.api.microbatch import MicroBatchList
-from areal.api.parallel import ParallelDims
+from areal.api.parallel import ParallelDims, RankPosition
 from areal.api.pending import Finished, Pending
-from areal.api.step_settings import StepSettings
-from areal.api.weights import NamedTensor
+from areal.api.step_settings import ParamGroup, StepSettings
+from areal.api.weights import NamedTensor, SelectName
 
 __all__ = ["BatchInput", "Outputs", "TrainEngine", "default_loss_weight"]
 
@@ -33,11 +32,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class TrainEngine(ABC):
+class TrainEngine(RankPosition):
     """A model with its optimizer on a layout of ranks.
 
     Every verb is collective: all ranks of the layout call it, in the same order. Each data-parallel rank passes its own samples. Ranks that
     share a data-parallel coordinate (context-, tensor- and pipeline-parallel ranks) pass the same batch. A rank may pass an empty batch.
+
+    The ``mb_spec`` of a call cuts the batch of this call, in place of ``config.mb_spec``. Pass an equal one on all ranks.
 
     An error on one rank (a bad batch, a loss that raises) is raised on all ranks and names the rank that caused it. The engine can be used
     for the next call unless the message says otherwise.
@@ -93,28 +94,6 @@ class TrainEngine(ABC):
         """
         return Finished(getattr(self, verb.__name__)(*args, **kwargs))
 
-    # ---- position in the layout
-
-    @property
-    @abstractmethod
-    def dp_rank(self) -> int:
-        """Index of this rank's samples in the global batch, from 0 to ``dp_size - 1``."""
-
-    @property
-    @abstractmethod
-    def dp_size(self) -> int:
-        """Number of data-parallel ranks over which the global batch is split."""
-
-    @property
-    @abstractmethod
-    def dp_group(self) -> dist.ProcessGroup:
-        """Process group of the ranks that differ from this one only in ``dp_rank``."""
-
-    @property
-    @abstractmethod
-    def is_main(self) -> bool:
-        """True on exactly one rank per data-parallel coordinate. Use it to count or write a batch's outputs once."""
-
     @abstractmethod
     def set_version(self, version: int) -> None:
         """Set ``version``, the caller's counter of the weights. A checkpoint saves it."""
@@ -122,11 +101,12 @@ class TrainEngine(ABC):
     # ---- batches
 
     @abstractmethod
-    def microbatches(self, batch: BatchInput) -> MicroBatchList:
-        """Check a batch, cut it into micro-batches according to ``config.mb_spec``, and agree on their number with all ranks.
+    def microbatches(self, batch: BatchInput, *, mb_spec: MicroBatchSpec | None = None) -> MicroBatchList:
+        """Check a batch, cut it into micro-batches, and agree on their number with all ranks.
 
         Args:
             batch: samples of this data-parallel rank. Not modified.
+            mb_spec: rules of the cut. Default: ``config.mb_spec``.
 
         Returns:
             Packed micro-batches: those of this rank, and fillers if other ranks have more.
@@ -199,6 +179,7 @@ class TrainEngine(ABC):
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
         """Accumulate the gradient of ``loss_weight * sum(loss_fn) / normalization`` over the global batch.
 
@@ -228,6 +209,7 @@ class TrainEngine(ABC):
         *,
         outputs: Outputs | None = None,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
         """Take one optimizer step on one batch: :meth:`forward_backward`, with its arguments, followed by :meth:`optimizer_step`.
 
@@ -248,6 +230,7 @@ class TrainEngine(ABC):
         *,
         outputs: Outputs | None = None,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
         """Return the loss that :meth:`train_batch` would report, with dropout disabled. Gradients are not changed.
 
@@ -255,7 +238,9 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
+    def forward_batch(
+        self, batch: BatchInput, *, outputs: Outputs = ("logprobs",), mb_spec: MicroBatchSpec | None = None
+    ) -> Any:
         """Return per-token outputs of this rank's batch, detached, with dropout disabled.
 
         Args:
@@ -270,6 +255,10 @@ class TrainEngine(ABC):
         Raises:
             ValueError: see :meth:`microbatches`.
         """
+
+    @abstractmethod
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context that disables dropout, for :meth:`forward_backward_batch` with ``forward_only``; other verbs need none."""
 
     # ---- optimizer
 
@@ -301,13 +290,24 @@ class TrainEngine(ABC):
     def set_lr(self, lr: float) -> None:
         """Set the base learning rate, which the schedule multiplies."""
 
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """The optimizer's parameter groups, of which there is one: a view with the key ``"lr"``."""
+        return [ParamGroup(self)]
+
     # ---- weights and checkpoints
 
     @abstractmethod
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield all weights, full (unsharded) and in ``master_dtype``, under their Hugging Face names.
+    def named_tensors(
+        self, *, dtype: torch.dtype | None = None, select: SelectName | None = None
+    ) -> Iterator[NamedTensor]:
+        """Yield weights, full (unsharded), under their Hugging Face names.
 
         Collective: every rank iterates to the end. One tensor at a time is materialised, on ``device``.
+
+        Args:
+            dtype: dtype of the tensors. Default: ``master_dtype``.
+            select: returns True for the names to yield; the same on all ranks. Default: all.
         """
 
     @abstractmethod
@@ -386,8 +386,7 @@ class TrainEngine(ABC):
         """Return a context that profiles this rank and writes files on exit, also after an error. Not collective.
 
         ``with engine.profile(folder) as folders`` gives the directory's absolute path by rank: of each profiled rank behind this handle.
-        Rank 0 writes ``trace-rank0.json.gz``, ``memory-rank0.json`` and, on a GPU, ``memory-rank0.pickle``; so does each other rank. The page
-        *Profiling* describes them. Calls inside the context are slower, most of all the first.
+        The page *Profiling* describes the files of each rank. Calls inside the context are slower, most of all the first.
 
         Args:
             folder: output directory. Created if it is missing; files of an earlier profile are replaced.

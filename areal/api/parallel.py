@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+
+import torch.distributed as dist
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of an engine's device mesh, outermost first. Ranks that differ only in ``tp`` are adjacent."""
@@ -231,6 +234,30 @@ class ParallelDims:
             names = ", ".join(f"{letter} ({LETTERS[letter]})" for letter in extra) or "a separate expert side"
             has = ", ".join(f"{letter} ({LETTERS[letter]})" for letter in LETTERS if letter in supported)
             raise ValueError(f"backend = '{self}': the {self.backend} engine has no {names}; it has {has}")
+
+
+class RankPosition(ABC):
+    """Position of a rank in the layout of its engine. Except ``dp_group``, it is known before the engine is initialized."""
+
+    @property
+    @abstractmethod
+    def dp_rank(self) -> int:
+        """Index of this rank's samples in the global batch, from 0 to ``dp_size - 1``."""
+
+    @property
+    @abstractmethod
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks over which the global batch is split."""
+
+    @property
+    @abstractmethod
+    def dp_group(self) -> dist.ProcessGroup:
+        """Process group of the ranks that differ from this one only in ``dp_rank``."""
+
+    @property
+    @abstractmethod
+    def is_main(self) -> bool:
+        """True on exactly one rank per data-parallel coordinate. Use it to count or write a batch's outputs once."""
 
 
 def _parse_degrees(layout: str, text: str) -> dict[str, int]:

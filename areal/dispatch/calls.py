@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal.api import LossObjective, NamedTensor, Pending, TrainEngineConfig
+from areal.api import LossObjective, MicroBatchSpec, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs
 from areal.dispatch.executor import Executor, Handle, PendingCall, Work
 from areal.dispatch.rank_calls import (
@@ -29,6 +29,7 @@ from areal.dispatch.rank_calls import (
     RankLayout,
     Sees,
     Verb,
+    of_a_rank,
 )
 from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
 from areal.dispatch.remote.remote_stream import RemoteStream
@@ -181,10 +182,13 @@ class Calls:
         return self.start(name, self.verb(name, arguments, row.returned), rank_0, use=use)
 
     def _start_on_shards(self, name: str, row: Route, arguments: dict[str, Any], use: Use | None) -> Pending[Any]:
-        plan, shards = self.shards(arguments.pop("batch"), computed_outputs(arguments))
+        spec: MicroBatchSpec | None = arguments.pop("mb_spec", None)
+        plan, shards = self.shards(arguments.pop("batch"), computed_outputs(arguments), spec)
+        if spec is not None:
+            arguments["mb_spec"] = spec = of_a_rank(spec)
         if row.returned is Returned.LAYOUT:
             key = self.new_key("microbatches")
-            return self.start(name, Keep(self.name, key), lambda values: self._kept(plan, values, key), shards)
+            return self.start(name, Keep(self.name, key, spec), lambda values: self._kept(plan, values, key), shards)
         verb = self.verb(name, arguments, row.returned)
         if row.returned is Returned.SAMPLES:
             return self.start(name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards, use=use)
@@ -209,12 +213,15 @@ class Calls:
 
     # ---- what is sent
 
-    def shards(self, batch: BatchInput, outputs: Outputs = DEFAULT_OUTPUTS) -> tuple[ShardPlan, list[Handle]]:
+    def shards(
+        self, batch: BatchInput, outputs: Outputs = DEFAULT_OUTPUTS, mb_spec: MicroBatchSpec | None = None
+    ) -> tuple[ShardPlan, list[Handle]]:
         """Check a batch, divide it by data-parallel coordinate, and store each shard once.
 
         Args:
             batch: global batch.
             outputs: per-token outputs that the call computes.
+            mb_spec: rules of the call; ``None`` for those of the configuration.
 
         Returns:
             The plan, and the handle of each rank.
@@ -222,14 +229,14 @@ class Calls:
         Raises:
             ValueError: the batch or an output is invalid, with the text of an engine's error. Nothing was sent.
         """
-        rank_layouts = self.require_rank_layouts()
+        rank_layouts, spec = self.require_rank_layouts(), mb_spec or self.config.mb_spec
         if self.executor.in_driver:
             # The engine checks the batch in this process.
-            plan = ShardPlan((batch,), self.config.mb_spec)
+            plan = ShardPlan((batch,), spec)
         else:
             rules, n = rank_layouts[0].rules, 1 + max(rank_layout.dp_rank for rank_layout in rank_layouts)
-            check = None if rules is None else partial(rules.plan, outputs=outputs, trees=False)
-            plan = plan_shards(batch, self.config.mb_spec, n, check=check)
+            check = None if rules is None else partial(rules.cutting_by(mb_spec).plan, outputs=outputs, trees=False)
+            plan = plan_shards(batch, spec, n, check=check)
         handles = [self.executor.put(shard) for shard in plan.shards]
         return plan, [handles[rank_layout.dp_rank] for rank_layout in rank_layouts]
 
@@ -270,15 +277,20 @@ class Calls:
 
     # ---- streams and contexts
 
-    def stream(self, path: str) -> Iterator[NamedTensor]:
+    def stream(self, path: str, **arguments: Any) -> Iterator[NamedTensor]:
         """Iterate over a stream of tensors on all ranks, and return that of rank 0 in chunks. Left early, it is closed on all ranks.
 
         Args:
             path: member that returns the stream.
+            arguments: those that are not ``None``.
+
+        Raises:
+            ValueError: a function among the arguments cannot be sent.
         """
         self.require_rank_layouts()
         key, use = self.new_key("stream"), TABLE[path].use_with({})
-        self.run(path, OpenStream(self.verb(path, {}, Returned.RANK_0), key), use=use)
+        given = {name: value for name, value in arguments.items() if value is not None}
+        self.run(path, OpenStream(self.verb(path, given, Returned.RANK_0), key), use=use)
         return RemoteStream(
             partial(self._begin, use),
             lambda: self.run(path, NextTensors(key, STREAM_BYTES))[0],

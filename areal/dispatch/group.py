@@ -20,6 +20,7 @@ from areal.api import (
     ParallelDims,
     Pending,
     SaveLoadMeta,
+    SelectName,
     TrainEngine,
     TrainEngineConfig,
     WeightTransport,
@@ -284,8 +285,10 @@ class WorkerGroup(DispatchedVerbs):
 
     # ---- weights and checkpoints
 
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        return self._calls.stream("named_tensors")
+    def named_tensors(
+        self, *, dtype: torch.dtype | None = None, select: SelectName | None = None
+    ) -> Iterator[NamedTensor]:
+        return self._calls.stream("named_tensors", dtype=dtype, select=select)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         return self._calls.stream("named_gradients")
@@ -338,6 +341,11 @@ class WorkerGroup(DispatchedVerbs):
     @contextmanager
     def reference(self) -> Iterator[None]:
         with self._calls.context("reference", {}):
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with self._calls.context("evaluating", {}):
             yield
 
     @contextmanager

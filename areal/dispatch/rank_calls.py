@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from areal.api import FinetuneSpec, MicroBatchList, NamedTensor, SaveLoadMeta, TrainEngineConfig
+from areal.api import FinetuneSpec, MicroBatchList, MicroBatchSpec, NamedTensor, SaveLoadMeta, TrainEngineConfig
 from areal.dispatch.executor import Handle, LocalHandle, RankObjects
 from areal.dispatch.table import Returned
 from areal.engine.batch_rules import BatchRules, rules_of
@@ -47,18 +47,23 @@ class Initialize:
                 f"the engine is already initialized: destroy it, or give another group a name that is not "
                 f"{self.engine!r}: WorkerGroup(name=...)"
             )
-        engine = create_engine(_of_a_rank(self.config))
+        engine = create_engine(_with_rank_spec(self.config))
         engine.initialize(self.spec)
         rank_objects.by_name[self.engine] = engine
         return RankLayout(engine.dp_rank, engine.is_main, rules_of(engine))
 
 
-def _of_a_rank(config: TrainEngineConfig) -> TrainEngineConfig:
-    """Return the configuration of a rank. The driver divides batches, so that equal shards are equal samples, and no mistake."""
+def of_a_rank(spec: MicroBatchSpec) -> MicroBatchSpec:
+    """Return the rules of a rank. The driver divides batches, so that equal shards are equal samples, and no mistake."""
+    return spec.model_copy(update={"equal_batches": "allow"})
+
+
+def _with_rank_spec(config: TrainEngineConfig) -> TrainEngineConfig:
+    """Return the configuration of a rank."""
     supported: frozenset[str] = getattr(engine_class(config.dims.backend), "supported_options", frozenset())
     if not supported & {"mb_spec", "mb_spec.equal_batches"}:
         return config
-    return config.model_copy(update={"mb_spec": config.mb_spec.model_copy(update={"equal_batches": "allow"})})
+    return config.model_copy(update={"mb_spec": of_a_rank(config.mb_spec)})
 
 
 @dataclass(frozen=True)
@@ -144,10 +149,12 @@ class Keep:
 
     engine: str
     key: str
+    mb_spec: MicroBatchSpec | None
 
     def __call__(self, rank_objects: RankObjects, shard: Handle) -> MicroBatchList | None:
         engine = rank_objects.engine(self.engine)
-        mbs = rank_objects.by_name[self.key] = engine.microbatches(shard.get())
+        given = {} if self.mb_spec is None else {"mb_spec": self.mb_spec}
+        mbs = rank_objects.by_name[self.key] = engine.microbatches(shard.get(), **given)
         return _without_tensors(mbs) if engine.is_main else None
 
 

@@ -16,6 +16,7 @@ from areal.api import (
     LossObjective,
     LossWeightFn,
     MicroBatchList,
+    MicroBatchSpec,
     OptimStats,
     SaveLoadMeta,
     StepOutput,
@@ -134,6 +135,7 @@ TABLE: dict[str, Route] = {
     "named_gradients": Route(Sent.SAME, Returned.STREAM, Use.FORWARD_BACKWARD),
     "start": Route(Sent.LIKE_VERB, Returned.FUTURE),
     "reference": _CONTEXT,
+    "evaluating": _CONTEXT,
     "profile": Route(Sent.SAME, Returned.FOLDERS),
     "adapters": _DRIVER,
     "adapters.names": _all(),
@@ -143,6 +145,7 @@ TABLE: dict[str, Route] = {
     "adapters.remove": _all(Use.CHANGE),
     "adapters.save": _all(),
     "adapters.load": _all(Use.CHANGE),
+    "adapters.peft_config": _all(),
     "adapters.named_tensors": Route(Sent.SAME, Returned.STREAM),
     "config": _DRIVER,
     "control": _DRIVER,
@@ -153,6 +156,7 @@ TABLE: dict[str, Route] = {
     "dp_size": _DRIVER,
     "dp_group": _DRIVER,
     "is_main": _DRIVER,
+    "param_groups": _DRIVER,
     "global_sum": _DRIVER,
 }
 """Member of ``TrainEngine``, or of ``Adapters`` after ``adapters.``, by name."""
@@ -188,8 +192,8 @@ class DispatchedVerbs(TrainEngine):
 
     # ---- batches
 
-    def microbatches(self, batch: BatchInput) -> MicroBatchList:
-        return self._call("microbatches", batch=batch)
+    def microbatches(self, batch: BatchInput, *, mb_spec: MicroBatchSpec | None = None) -> MicroBatchList:
+        return self._call("microbatches", batch=batch, mb_spec=mb_spec)
 
     def global_weight(
         self, mbs: MicroBatchList, loss_weight_fn: LossWeightFn = default_loss_weight
@@ -220,9 +224,17 @@ class DispatchedVerbs(TrainEngine):
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
         loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
-        return self._call("forward_backward", batch=batch, **loss, normalization=normalization, loss_weight=loss_weight)
+        return self._call(
+            "forward_backward",
+            batch=batch,
+            **loss,
+            normalization=normalization,
+            loss_weight=loss_weight,
+            mb_spec=mb_spec,
+        )
 
     def train_batch(
         self,
@@ -232,9 +244,10 @@ class DispatchedVerbs(TrainEngine):
         *,
         outputs: Outputs | None = None,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
         loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
-        return self._call("train_batch", batch=batch, **loss)
+        return self._call("train_batch", batch=batch, **loss, mb_spec=mb_spec)
 
     def eval_batch(
         self,
@@ -244,12 +257,15 @@ class DispatchedVerbs(TrainEngine):
         *,
         outputs: Outputs | None = None,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
         loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
-        return self._call("eval_batch", batch=batch, **loss)
+        return self._call("eval_batch", batch=batch, **loss, mb_spec=mb_spec)
 
-    def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
-        return self._call("forward_batch", batch=batch, outputs=outputs)
+    def forward_batch(
+        self, batch: BatchInput, *, outputs: Outputs = ("logprobs",), mb_spec: MicroBatchSpec | None = None
+    ) -> Any:
+        return self._call("forward_batch", batch=batch, outputs=outputs, mb_spec=mb_spec)
 
     # ---- optimizer
 

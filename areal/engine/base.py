@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.batch import OptimStats, StepOutput, TokenOutputs
-from areal.api.config import FinetuneSpec
+from areal.api.config import FinetuneSpec, MicroBatchSpec
 from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
@@ -30,12 +30,7 @@ from areal.engine.batch_rules import BatchRules, check_one_adapter
 from areal.engine.components import CallGradients, EngineComponents, call_gradients
 from areal.engine.faults import Faults, check_loss, refusing_backward, zero_gradient_loss
 from areal.engine.loss_call import LossCall
-from areal.engine.loss_step import (
-    LossStep,
-    OutputStep,
-    loss_divisors,
-    step_output,
-)
+from areal.engine.loss_step import LossStep, OutputStep, loss_divisors, step_output
 from areal.engine.pipeline_broadcast import broadcast_results, pack_results
 from areal.engine.state import EngineState
 from areal.engine.stream.layout import StreamLayout, gather_outputs, layout_of
@@ -77,12 +72,13 @@ class BaseTrainEngine(EngineState):
         *,
         outputs: Outputs | None = None,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
         self._require_optimizer()
         components = self._require_components()
         if components.gradients.state.accumulated:
             raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
-        call = LossCall.of(loss_fn, loss_weight_fn, outputs, returns=returns)
+        call = LossCall.of(loss_fn, loss_weight_fn, outputs, returns=returns, mb_spec=mb_spec)
         with self.timer.call() as timed:
             # All transfers from host memory come first, where they are counted.
             self._onload_for_step(grads=True, optimizer=True)
@@ -103,9 +99,16 @@ class BaseTrainEngine(EngineState):
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
         call = LossCall.of(
-            loss_fn, loss_weight_fn, outputs, returns=returns, normalization=normalization, loss_weight=loss_weight
+            loss_fn,
+            loss_weight_fn,
+            outputs,
+            returns=returns,
+            normalization=normalization,
+            loss_weight=loss_weight,
+            mb_spec=mb_spec,
         )
         with self.timer.call() as timed:
             return self._loss_batch(timed, batch, call)
@@ -118,15 +121,18 @@ class BaseTrainEngine(EngineState):
         *,
         outputs: Outputs | None = None,
         returns: Outputs = (),
+        mb_spec: MicroBatchSpec | None = None,
     ) -> StepOutput:
-        call = LossCall.of(loss_fn, loss_weight_fn, outputs, returns=returns)
+        call = LossCall.of(loss_fn, loss_weight_fn, outputs, returns=returns, mb_spec=mb_spec)
         with self.timer.call() as timed, self._require_components().evaluating():
             return self._loss_batch(timed, batch, call, forward_only=True)
 
     # ---- verb without a loss
 
-    def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
-        mbs = self._prepare(batch, outputs)
+    def forward_batch(
+        self, batch: BatchInput, *, outputs: Outputs = ("logprobs",), mb_spec: MicroBatchSpec | None = None
+    ) -> Any:
+        mbs = self._prepare(batch, outputs, mb_spec)
         with self._require_components().evaluating():
             results = self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
         return self._restored(mbs, results)
@@ -143,7 +149,7 @@ class BaseTrainEngine(EngineState):
         components = self._require_components()
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
-        mbs = self._prepare(batch, call.outputs, with_loss=True)
+        mbs = self._prepare(batch, call.outputs, call.mb_spec, with_loss=True)
         check_one_adapter(mbs.adapters, 1.0 if forward_only else call.normalization, steps=steps)
 
         # 2. Sum the loss weights over micro-batches and ranks: they are what each term of the loss is divided by.
@@ -168,14 +174,14 @@ class BaseTrainEngine(EngineState):
         if gradients is not None:
             gradients.end()
         self._moved.clear()
-        may_drop = self.config.mb_spec.overlong == "drop"
+        may_drop = (call.mb_spec or self.config.mb_spec).overlong == "drop"
         returned = self._restored(mbs, [result.outputs for result in results]) if call.returns else {}
         return step_output(sums, weights, divisors, call.loss_weight, returned, n_mbs=len(mbs), may_drop=may_drop)
 
     # ---- step 1: micro-batches
 
-    def microbatches(self, batch: BatchInput) -> MicroBatchList:
-        return self._prepare(batch, outputs=("logprobs",))
+    def microbatches(self, batch: BatchInput, *, mb_spec: MicroBatchSpec | None = None) -> MicroBatchList:
+        return self._prepare(batch, ("logprobs",), mb_spec)
 
     @property
     def batch_rules(self) -> BatchRules:
@@ -190,14 +196,18 @@ class BaseTrainEngine(EngineState):
             components.adapters is not None,
             components.media_tokens,
             components.streams,
+            not components.rows and not self.supported_options.isdisjoint(("mb_spec", "mb_spec.share_prefixes")),
         )
 
-    def _prepare(self, batch: BatchInput, outputs: Outputs, *, with_loss: bool = False) -> MicroBatchList:
-        components, rules = self._require_components(), self.batch_rules
+    def _prepare(
+        self, batch: BatchInput, outputs: Outputs, mb_spec: MicroBatchSpec | None = None, *, with_loss: bool = False
+    ) -> MicroBatchList:
+        components, rules = self._require_components(), self.batch_rules.cutting_by(mb_spec)
         schedule = components.schedule
         adapters = () if components.adapters is None else components.adapters.names
         plan_here = functools.partial(rules.plan, batch, outputs, adapters=adapters)
-        agreed = self._sync.plan(plan_here, schedule, with_loss=with_loss)
+        must_differ = with_loss and rules.spec.equal_batches == "error"
+        agreed = self._sync.plan(plan_here, schedule, must_differ=must_differ)
         self._warn_of_context(agreed.longest)
         # A pipeline sends hidden states of one shape.
         padded_length = agreed.padded_length if schedule.equal_lengths else None

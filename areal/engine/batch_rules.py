@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,7 @@ class BatchRules:
         adapters: True if the engine has adapters, which samples may name.
         media_tokens: token ids that stand for an image, a video or sound.
         streams: packed streams of a micro-batch.
+        may_share: whether the model can compute common prefixes once.
     """
 
     spec: MicroBatchSpec
@@ -125,6 +126,11 @@ class BatchRules:
     adapters: bool = False
     media_tokens: frozenset[int] = frozenset()
     streams: int = 1
+    may_share: bool = True
+
+    def cutting_by(self, spec: MicroBatchSpec | None) -> BatchRules:
+        """Return the rules of a call that names a budget and granularity; ``None`` for these rules."""
+        return self if spec is None else replace(self, spec=spec)
 
     def check_outputs(self, outputs: Outputs) -> None:
         """Check that the model has the requested outputs.
@@ -150,6 +156,7 @@ class BatchRules:
             ValueError: the batch or an output is invalid. Names the key, the value and the way out.
         """
         self.check_outputs(outputs)
+        check_sharing(self.spec, possible=self.may_share)
         plan = plan_batch(
             batch, self.spec, align=self.align, vocab_size=self.vocab_size, trees=trees, streams=self.streams
         )
@@ -163,6 +170,18 @@ class BatchRules:
         if adapters is not None:
             _check_indices(plan.adapters or (), adapters)
         return plan
+
+
+def check_sharing(spec: MicroBatchSpec, *, possible: bool) -> None:
+    """Raise if prefixes are to be shared, and the model runs one sequence per row, or its engine has no such option.
+
+    Raises:
+        ValueError: ``spec.share_prefixes`` is set.
+    """
+    if spec.share_prefixes and not possible:
+        raise ValueError(
+            "mb_spec.share_prefixes = True, but this model runs one sequence per row, where nothing can be shared: set it to False"
+        )
 
 
 def _check_temperature(plan: BatchPlan) -> None:

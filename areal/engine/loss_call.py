@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from areal.api.batch import Batch, TokenOutputs
+from areal.api.config import MicroBatchSpec
 from areal.api.engine import Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization
 from areal.engine.loss_step import as_terms, split_outputs
@@ -40,6 +41,7 @@ class LossCall:
         returns: outputs to return with the loss.
         normalization: denominator of the loss.
         loss_weight: float. Factor of the loss.
+        mb_spec: rules of the cut into micro-batches; ``None`` for those of the configuration.
     """
 
     loss_fn: LossFn
@@ -48,6 +50,7 @@ class LossCall:
     returns: Outputs
     normalization: Normalization
     loss_weight: float
+    mb_spec: MicroBatchSpec | None = None
 
     @classmethod
     def of(
@@ -59,6 +62,7 @@ class LossCall:
         returns: Outputs = (),
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
+        mb_spec: MicroBatchSpec | None = None,
     ) -> LossCall:
         """Check the arguments of :meth:`~areal.api.engine.TrainEngine.forward_backward`, with its defaults.
 
@@ -67,7 +71,7 @@ class LossCall:
         """
         _check_normalization(normalization, loss_weight)
         loss, weight_fn, read = resolve_loss(loss_fn, loss_weight_fn, outputs, normalization)
-        return cls(loss, weight_fn, _with_returned(read, returns), returns, normalization, loss_weight)
+        return cls(loss, weight_fn, _with_returned(read, returns), returns, normalization, loss_weight, mb_spec)
 
 
 def _check_normalization(normalization: Normalization, loss_weight: float) -> None:

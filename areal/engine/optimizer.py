@@ -41,7 +41,7 @@ class GradientState:
         self.accumulated, self.reduced = accumulated, reduced
 
 
-def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+def lr_factor(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
     """Return the factor of the learning rate at optimizer step ``step``, which counts from 0.
 
     Linear warm-up to 1 over ``warmup_steps``, then the schedule over the remaining steps down to ``min_lr_ratio``, which is kept afterwards.
@@ -49,9 +49,9 @@ def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
     # Warm-up, and the schedule without decay.
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
-    after, length = step - config.warmup_steps, max(1, total_steps - config.warmup_steps)
-    if config.lr_scheduler == "constant":
+    if config.lr_scheduler == "constant" or total_steps is None:
         return 1.0
+    after, length = step - config.warmup_steps, max(1, total_steps - config.warmup_steps)
     # Progress of the decay: over all steps after the warm-up, or over the last ones.
     if config.lr_scheduler == "wsd":
         falling = max(1, round(config.decay_ratio * total_steps))
@@ -102,19 +102,27 @@ class ClippingOptimizer(Generic[Inner]):
 
     Args:
         inner: torch optimizer, or another one with the same interface. Gradients must be reduced when :meth:`step` is called.
-        total_steps: int. Optimizer steps of the run.
+        total_steps: int. Optimizer steps of the run; ``None`` if unknown.
         global_norm: function that returns the L2 norm of all gradients over all ranks: a scalar tensor, equal on every rank.
         scale_grads: function that multiplies every gradient in place.
+
+    Raises:
+        ValueError: the schedule depends on ``total_steps``, which is ``None``.
     """
 
     def __init__(
         self,
         inner: Inner,
         config: OptimizerConfig,
-        total_steps: int,
+        total_steps: int | None,
         global_norm: Callable[[], Tensor],
         scale_grads: Callable[[float], None],
     ) -> None:
+        if total_steps is None and config.lr_scheduler != "constant":
+            raise ValueError(
+                f"FinetuneSpec.total_train_steps = None with optimizer.lr_scheduler = {config.lr_scheduler!r}, which depends on it: set it, or "
+                "leave lr_scheduler out and call set_lr() before each step"
+            )
         self.inner = inner
         self._config = config
         self._total_steps = total_steps

@@ -14,7 +14,7 @@ TEMPLATE_OPTIONS = frozenset(
     {
         # The batch is checked and cut before the engine sees it. `mb_spec.share_prefixes` changes the inputs of the model.
         *("mb_spec.max_tokens_per_mb", "mb_spec.n_mbs", "mb_spec.granularity", "mb_spec.overlong"),
-        "mb_spec.equal_batches",
+        *("mb_spec.samples_per_mb", "mb_spec.equal_batches"),
         *("mb_spec.per_sequence", "mb_spec.payloads"),
         # Limits of the exchanges between ranks.
         *("control_timeout", "collective_timeout", "heartbeat_timeout"),

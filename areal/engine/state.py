@@ -21,7 +21,7 @@ from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
-from areal.api.weights import NamedTensor
+from areal.api.weights import NamedTensor, SelectName
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config, process_dims
@@ -114,8 +114,7 @@ class EngineState(TrainEngine):
         self.mesh = build_batch_mesh(self._processes, self.device.type, self._groups)
         self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
-        equal_batches = self.config.mb_spec.equal_batches == "allow"
-        self._sync = StepSync(self.control, self.mesh, self._last_stage, equal_batches=equal_batches)
+        self._sync = StepSync(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
         # Choices that depend on memory must be equal on all ranks.
         self._device_memory = min(self.control.gather(platform.total_memory(self.device)))
@@ -241,16 +240,26 @@ class EngineState(TrainEngine):
         coordinates = self._processes.coordinates(rank_in_world())
         return not any(coordinates[axis] for axis in ("pp", "cp", "tp"))
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        return self._require_components().evaluating()
+
     def set_version(self, version: int) -> None:
         self.version = version
 
     # ---- weights and gradients
 
-    def named_tensors(self) -> Iterator[NamedTensor]:
+    def named_tensors(
+        self, *, dtype: torch.dtype | None = None, select: SelectName | None = None
+    ) -> Iterator[NamedTensor]:
         components = self._require_components()
         with self._ending_on_error():
             components.memory.onload(params=True, grads=False, optimizer=False)
-        return self._stream(components.weights.named_tensors())
+        chosen = (
+            NamedTensor(name, tensor if dtype is None else tensor.to(dtype))
+            for name, tensor in components.weights.named_tensors()
+            if select is None or select(name)
+        )
+        return self._stream(chosen)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         components = self._reduced_components()

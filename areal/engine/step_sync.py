@@ -64,10 +64,9 @@ class StepSync:
         control: control plane over all ranks of the engine.
         mesh: batch mesh of the engine.
         last_stage: pipeline rank of the last stage, which computes the losses.
-        equal_batches: all data-parallel ranks may pass one batch to a call with a loss.
     """
 
-    def __init__(self, control: ControlPlane, mesh: DeviceMesh, last_stage: int, *, equal_batches: bool) -> None:
+    def __init__(self, control: ControlPlane, mesh: DeviceMesh, last_stage: int) -> None:
         self._control = control
         coordinate = {axis: mesh[axis].get_local_rank() for axis in ("dp", "pp", "cp", "tp")}
         counts_stage = coordinate["cp"] == coordinate["tp"] == 0
@@ -77,7 +76,7 @@ class StepSync:
         self._dp_ranks, self._counts_shard, self._counts_stage = zip(*roles, strict=True)
         self._batch_is_shared = not all(self._counts_shard)
         # Ranks that have passed different batches once do divide the data: equal batches are a coincidence then.
-        self._data_are_divided = equal_batches or len(set(self._dp_ranks)) == 1
+        self._data_are_divided = len(set(self._dp_ranks)) == 1
 
     @property
     def speaks(self) -> bool:
@@ -85,19 +84,19 @@ class StepSync:
         rank = self._control.rank
         return self._counts_shard[rank] and self._dp_ranks[rank] == 0
 
-    def plan(self, plan_here: Callable[[], BatchPlan], schedule: Schedule, *, with_loss: bool) -> AgreedPlan:
+    def plan(self, plan_here: Callable[[], BatchPlan], schedule: Schedule, *, must_differ: bool) -> AgreedPlan:
         """Check and pack this rank's batch, and agree on the number of micro-batches.
 
         Args:
             plan_here: function that checks and packs. Its errors are raised on every rank.
             schedule: decides on the number of micro-batches.
-            with_loss: the call has a loss, which would count one batch on all data-parallel ranks several times.
+            must_differ: the call has a loss, which would count one batch on all data-parallel ranks several times.
 
         Raises:
             ValueError: the batch of a rank is wrong, ranks of one data-parallel coordinate have different batches or all coordinates have the
                 same one, the batches of some ranks only name adapters, or the global batch is empty.
         """
-        compares = with_loss and not self._data_are_divided
+        compares = must_differ and not self._data_are_divided
 
         def plan_and_describe() -> tuple[BatchPlan, _Description]:
             plan = plan_here()

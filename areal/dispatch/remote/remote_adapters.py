@@ -47,5 +47,8 @@ class GroupAdapters:
     def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
         self._call("adapters.load", name=name, path=path, with_optim=with_optim)
 
+    def peft_config(self) -> dict[str, Any]:
+        return self._call("adapters.peft_config")
+
     def named_tensors(self) -> Iterator[NamedTensor]:
         return self._stream("adapters.named_tensors")

@@ -20,6 +20,7 @@ from areal.engine.attention.context_parallel import ContextParallel, context_par
 from areal.engine.attention.huggingface import PACKED_ATTENTION
 from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
+from areal.engine.batch_rules import check_sharing
 from areal.engine.components import EngineComponents
 from areal.engine.fsdp import gradients as grad
 from areal.engine.fsdp.compile import compile_layers
@@ -33,7 +34,7 @@ from areal.engine.fsdp.router import fsdp_expert_info, watch_routers, why_no_rou
 from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
-from areal.engine.model.forward_plan import check_sharing, plan_forward
+from areal.engine.model.forward_plan import plan_forward
 from areal.engine.model.hub import max_positions, read_config
 from areal.engine.model.media import check_media, media_tokens
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
@@ -78,7 +79,7 @@ class FSDPEngine(BaseTrainEngine):
         check_media(hf_config, text_only=config.fsdp.text_only)
         plan = plan_forward(hf_config, config.fsdp.attention, self.dims, fp32_head=config.fp32_head)
         self._rows, self._own_head = not plan.packed, plan.own_head
-        check_sharing(config.mb_spec, packed=not self._rows)
+        check_sharing(config.mb_spec, possible=not self._rows)
         check_plan(hf_config, self.dims, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)
         # Meshes, released after the model.

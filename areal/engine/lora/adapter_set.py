@@ -109,6 +109,9 @@ class AdapterSet:
             self._check_name_is_free(name)
         self._add_or_raise(name, lambda: self.read(Path(path), with_optim=with_optim), "no adapter was loaded")
 
+    def peft_config(self) -> dict[str, Any]:
+        return peft_format().file_config(self[self._selected].plan, self._config.path)
+
     def named_tensors(self) -> Iterator[NamedTensor]:
         return self[self._selected].named_tensors()
 

@@ -67,6 +67,11 @@ def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
     return _plan_with_peft(model, config, where)
 
 
+def file_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json``. Arguments as for :func:`encode_files`."""
+    return {**plan.config, "base_model_name_or_path": base, "inference_mode": True}
+
+
 def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dict[str, bytes]:
     """Return the files of a directory in peft's format, by name.
 
@@ -75,9 +80,8 @@ def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) ->
         weights: full weights by peft's names.
         base: directory or hub name of the base model.
     """
-    config = {**plan.config, "base_model_name_or_path": base, "inference_mode": True}
     return {
-        CONFIG_NAME: json.dumps(config, indent=2, sort_keys=True).encode(),
+        CONFIG_NAME: json.dumps(file_config(plan, base), indent=2, sort_keys=True).encode(),
         SAFETENSORS_WEIGHTS_NAME: save({name: x.contiguous() for name, x in weights.items()}, {"format": "pt"}),
     }
 

@@ -153,7 +153,7 @@ class MegatronOptimizerStep:
 
 
 def step_optimizer(
-    chained: ChainedOptimizer, config: OptimizerConfig, total_steps: int, device: torch.device
+    chained: ChainedOptimizer, config: OptimizerConfig, total_steps: int | None, device: torch.device
 ) -> ClippingOptimizer[MegatronOptimizerStep]:
     """Return the optimizer with clipping and schedule."""
     step = MegatronOptimizerStep(chained, device)

@@ -12,7 +12,6 @@ from typing import Literal
 
 from transformers import PretrainedConfig
 
-from areal.api.config import MicroBatchSpec
 from areal.api.parallel import ParallelDims
 from areal.engine.attention.huggingface import PACKED_ATTENTION
 from areal.engine.model.probe import probe
@@ -137,15 +136,3 @@ def plan_forward(
     if not packed and requested == "auto":
         logger.warning("%s runs one sequence per row, padded, as packed ones might mix: %s", config.model_type, why)
     return ForwardPlan(packed, own_head)
-
-
-def check_sharing(spec: MicroBatchSpec, *, packed: bool) -> None:
-    """Raise if prefixes are to be shared by a model that runs one sequence per row.
-
-    Raises:
-        ValueError: ``spec.share_prefixes`` is set, and the model is not packed.
-    """
-    if spec.share_prefixes and not packed:
-        raise ValueError(
-            "mb_spec.share_prefixes = True, but this model runs one sequence per row, where nothing can be shared: set it to False"
-        )

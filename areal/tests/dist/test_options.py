@@ -202,6 +202,7 @@ OPTIONS: dict[str, Option] = {
     "kept_logits_mb": Option(7, kept_logits),
     "mb_spec.max_tokens_per_mb": Option(60, cut),
     "mb_spec.n_mbs": Option(6, cut),
+    "mb_spec.samples_per_mb": Option(2, cut, {"mb_spec.max_tokens_per_mb": None}),
     "mb_spec.granularity": Option(3, cut, {"mb_spec.max_tokens_per_mb": 60}),
     "mb_spec.overlong": Option("drop", cut, {"mb_spec.max_tokens_per_mb": 30}),
     "mb_spec.equal_batches": Option(

@@ -52,7 +52,9 @@ def pack_samples(
     fitting, overlong = _split_by_budget(lengths, spec, align)
     alone = overlong if spec.overlong == "alone" else []
     dropped = overlong if spec.overlong == "drop" else []
-    if adapters is None:
+    if spec.samples_per_mb is not None:
+        bins = _consecutive(n // size, spec.samples_per_mb // size, adapters and adapters_of_groups(adapters, size))
+    elif adapters is None:
         bins = _pack_groups(fitting, alone, groups, lengths, spec, align, prefixes)
     else:
         # Pack the groups of each adapter as if they were alone, and merge what fits together.
@@ -65,6 +67,12 @@ def pack_samples(
         bins = merge_bins(packed, sizes, spec.max_tokens_per_mb, min_bins=spec.n_mbs or 1, align=align)
     # From groups back to samples.
     return tuple(_samples_of(members, size) for members in bins), _samples_of(dropped, size)
+
+
+def _consecutive(n: int, each: int, adapters: Sequence[int] | None) -> list[list[int]]:
+    """Return bins of ``each`` consecutive groups of ``n``. Groups of one adapter are next to each other in a bin."""
+    bins = [list(range(start, min(start + each, n))) for start in range(0, n, each)]
+    return [sorted(members, key=adapters.__getitem__) for members in bins] if adapters else bins
 
 
 def _pack_groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from areal.api import (
     Batch,
     FinetuneSpec,
     LoRAConfig,
+    MicroBatchSpec,
     ParallelDims,
     SaveLoadMeta,
     StepSettings,
@@ -51,6 +53,19 @@ def group(backend: str, **changes: Any) -> Iterator[WorkerGroup]:
         yield made
 
 
+PAIRS = MicroBatchSpec(samples_per_mb=2)
+
+
+def evaluated(engine: TrainEngine) -> Any:
+    mbs = engine.microbatches(global_batch(4))
+    with engine.evaluating():
+        return engine.forward_backward_batch(mbs, half_of_the_loss, forward_only=True)
+
+
+def in_the_first_layer(name: str) -> bool:
+    return "layers.0." in name
+
+
 CALLS: dict[str, Callable[[TrainEngine], Any]] = {
     "train_batch": lambda engine: untimed(engine.train_batch(global_batch(), loss)),
     "forward_backward": lambda engine: untimed(engine.forward_backward(global_batch(1), loss, loss_weight=0.5)),
@@ -71,8 +86,15 @@ CALLS: dict[str, Callable[[TrainEngine], Any]] = {
         len(mbs),
         mbs.n_tokens,
     )[1:],
+    "mb_spec": lambda engine: (
+        len(engine.microbatches(global_batch(4), mb_spec=PAIRS)),
+        engine.forward_batch(global_batch(4), mb_spec=PAIRS),
+        untimed(engine.eval_batch(global_batch(4), loss, mb_spec=PAIRS)),
+    ),
+    "evaluating": evaluated,
     "zero_grad": lambda engine: engine.zero_grad(),
     "named_tensors": weights_of,
+    "selected": lambda engine: dict(engine.named_tensors(dtype=torch.bfloat16, select=in_the_first_layer)),
     "offload": lambda engine: (engine.offload(), untimed(engine.train_batch(global_batch(), loss)))[1],
 }
 
@@ -193,6 +215,8 @@ def test_adapters_and_reference(tmp_path: Path) -> None:
         assert handle.adapters.names == engine.adapters.names
         assert handle.adapters.selected == "second"
         assert same(list(handle.adapters.named_tensors()), list(engine.adapters.named_tensors()))
+        written = json.loads((tmp_path / "FSDPEngine" / "adapter_config.json").read_text())
+        assert handle.adapters.peft_config() == engine.adapters.peft_config() == written
 
         def fail_inside() -> None:
             with handle.reference():

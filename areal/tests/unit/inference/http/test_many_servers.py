@@ -96,9 +96,10 @@ def test_requests_run_on_across_updates(make_vllm: Make, vllm: Process, kind: st
     """Servers with the route for tokens freeze and continue them; older ones return them, and they are asked again."""
     vllm.tell(without=[] if kind == "tokens" else [TOKENS], step_seconds=0.03)
     rollout = make_vllm(vllm)
+    drawn = vllm.drawn()
     background = Background(*(rollout.generate(PROMPT, endless(40, seed=seed)) for seed in range(4)))
     route = TOKENS if kind == "tokens" else COMPLETIONS
-    wait_until(lambda: vllm.calls(route) == 4 and vllm.drawn() >= 12)  # each has begun
+    wait_until(lambda: vllm.calls(route) == 4 and vllm.drawn() >= drawn + 12)  # each has begun
     for version in (1, 2):
         rollout.update(weights(version), version)
     for answer in background.result():

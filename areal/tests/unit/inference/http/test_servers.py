@@ -368,8 +368,9 @@ def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server:
     before = set(threading.enumerate())
     rollout = make(server)
     server.tell(step_seconds=0.05)
+    drawn = server.drawn()  # when it was opened
     background = Background(rollout.generate(PROMPT, endless(100)))
-    wait_until(lambda: server.drawn() >= 2)
+    wait_until(lambda: server.drawn() >= drawn + 2)
     rollout.update(weights(1), 1)
     rollout.close()
     rollout.close()

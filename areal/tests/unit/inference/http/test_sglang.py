@@ -65,8 +65,9 @@ def test_failed_load_leaves_requests_that_wait_with_the_version_before(make_vllm
     rollout = make_vllm(sglang, dialect=SGLang())
     rollout.update(weights(1), 1)
     sglang.tell(step_seconds=0.03)
+    drawn = sglang.drawn()
     background = Background(rollout.generate(PROMPT, endless(30, seed=1, top_k=9)))
-    wait_until(lambda: sglang.drawn() >= 2)
+    wait_until(lambda: sglang.drawn() >= drawn + 2)
     sglang.can(LOAD, status=400, body='{"success": false, "message": "no module named foo"}')
     with pytest.raises(RuntimeError, match=rf"(?s)no module named foo.*{sglang.url} serves version 1"):
         rollout.update(weights(2), 2)

@@ -1,0 +1,25 @@
+"""Bugs of the options of one call."""
+
+from __future__ import annotations
+
+from areal.tests.mutants.planting import Function, mutant
+
+OPTIONS = "dist/step/test_call_options.py::"
+
+
+@mutant("areal.engine.batch_rules:BatchRules.cutting_by", OPTIONS + "test_spec_of_a_call_cuts*[fsdp:d1]")
+def spec_of_a_call_ignored(right: Function) -> Function:
+    """A call is cut as the engine is configured."""
+    return lambda self, spec: self
+
+
+@mutant("areal.utils.data.bins:_consecutive", OPTIONS + "test_spec_of_a_call_cuts*[fsdp:d1]")
+def last_samples_left_out(right: Function) -> Function:
+    """The last micro-batch of ``samples_per_mb`` is left out."""
+    return lambda n, each, adapters: right(n, each, adapters)[:-1]
+
+
+@mutant("areal.api.step_settings:ParamGroup.__getitem__", OPTIONS + "test_schedule_of_the_caller*[fsdp:d1]")
+def parameter_group_with_the_configured_rate(right: Function) -> Function:
+    """A parameter group reads the learning rate of the configuration."""
+    return lambda self, key: self._engine.config.optimizer.lr
