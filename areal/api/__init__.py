@@ -36,6 +36,7 @@ from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.pending import Finished, Pending
 from areal.api.step_settings import ParamGroup, StepSettings
 from areal.api.weights import (
+    LocalTensor,
     NamedTensor,
     SelectName,
     TensorSource,
@@ -63,6 +64,7 @@ __all__ = [
     "JAXConfig",
     "KindMemory",
     "LoRAConfig",
+    "LocalTensor",
     "LossFn",
     "LossObjective",
     "LossTerms",

@@ -19,12 +19,12 @@ from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import FinetuneSpec, MicroBatchSpec, TrainEngineConfig
 from areal.api.control import Control
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
-from areal.api.memory import EngineMemory
+from areal.api.memory import Offloadable
 from areal.api.microbatch import MicroBatchList
 from areal.api.parallel import ParallelDims, RankPosition
 from areal.api.pending import Finished, Pending
 from areal.api.step_settings import ParamGroup, StepSettings
-from areal.api.weights import NamedTensor, SelectName
+from areal.api.weights import LocalTensor, NamedTensor, SelectName
 
 __all__ = ["BatchInput", "Outputs", "TrainEngine", "default_loss_weight"]
 
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class TrainEngine(RankPosition):
+class TrainEngine(RankPosition, Offloadable):
     """A model with its optimizer on a layout of ranks.
 
     Every verb is collective: all ranks of the layout call it, in the same order. Each data-parallel rank passes its own samples. Ranks that
@@ -311,6 +311,19 @@ class TrainEngine(RankPosition):
         """
 
     @abstractmethod
+    def local_tensors(
+        self, *, dtype: torch.dtype | None = None, select: SelectName | None = None
+    ) -> Iterator[LocalTensor]:
+        """Yield the parts of the weights that this rank holds, without communication. Arguments as for :meth:`named_tensors`.
+
+        Each element of a weight is on at least one rank. Parts may share memory with the engine: the next step changes them. The call itself is
+        collective; reading the iterator is not.
+
+        Raises:
+            RuntimeError: this is a group, whose parts are on its ranks: call it there, in a function of ``run``.
+        """
+
+    @abstractmethod
     def named_gradients(self) -> Iterator[NamedTensor]:
         """Yield all pending gradients in the form of :meth:`named_tensors`, with zeros for parameters without a gradient. Collective.
 
@@ -337,26 +350,6 @@ class TrainEngine(RankPosition):
     @abstractmethod
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous save is complete, and raise its error if it failed."""
-
-    # ---- memory
-
-    @abstractmethod
-    def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Move parameters, pending gradients and optimizer state, as selected, to host memory, and return unused device memory.
-
-        A verb that needs them calls :meth:`onload` first.
-        """
-
-    @abstractmethod
-    def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Move the selected tensors back to the device, bitwise equal. Arguments as for :meth:`offload`."""
-
-    @abstractmethod
-    def memory(self) -> list[EngineMemory]:
-        """Return the bytes that the engine holds on this rank, by kind, on the device and offloaded. Not collective.
-
-        A group returns one entry for each of its ranks.
-        """
 
     # ---- adapters
 

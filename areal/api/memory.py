@@ -1,7 +1,8 @@
-"""Memory report of an engine."""
+"""Memory of an engine: what it can move to the host, and its report."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 
@@ -64,3 +65,25 @@ class EngineMemory:
     def offloaded(self) -> int:
         """Bytes of all kinds in host memory or in files."""
         return self.params.offloaded + self.grads.offloaded + self.optimizer.offloaded
+
+
+class Offloadable(ABC):
+    """State that can be moved to host memory and back."""
+
+    @abstractmethod
+    def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        """Move parameters, pending gradients and optimizer state, as selected, to host memory, and return unused device memory.
+
+        A verb that needs them calls :meth:`onload` first.
+        """
+
+    @abstractmethod
+    def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        """Move the selected tensors back to the device, bitwise equal. Arguments as for :meth:`offload`."""
+
+    @abstractmethod
+    def memory(self) -> list[EngineMemory]:
+        """Return the bytes that the engine holds on this rank, by kind, on the device and offloaded. Not collective.
+
+        A group returns one entry for each of its ranks.
+        """

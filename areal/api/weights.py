@@ -16,6 +16,22 @@ class NamedTensor(NamedTuple):
     tensor: Tensor
 
 
+class LocalTensor(NamedTuple):
+    """A part of a weight that one rank holds: ``full[box]`` of the tensor with this name and ``shape``.
+
+    Attributes:
+        name: Hugging Face name.
+        tensor: values, in the shape of ``full[box]``, on the device that has them.
+        box: a slice for each dimension.
+        shape: of the full tensor.
+    """
+
+    name: str
+    tensor: Tensor
+    box: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
 class TensorSource(Protocol):
     """Stream of weights. Collective: all ranks iterate to the end, in step with each other."""
 

@@ -290,6 +290,11 @@ class WorkerGroup(DispatchedVerbs):
     ) -> Iterator[NamedTensor]:
         return self._calls.stream("named_tensors", dtype=dtype, select=select)
 
+    def local_tensors(self, *, dtype: torch.dtype | None = None, select: SelectName | None = None) -> NoReturn:
+        raise RuntimeError(
+            "the parts of the weights are on the ranks of a group: use engine.local_tensors() in a function of run(fn)"
+        )
+
     def named_gradients(self) -> Iterator[NamedTensor]:
         return self._calls.stream("named_gradients")
 

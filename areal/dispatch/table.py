@@ -158,6 +158,7 @@ TABLE: dict[str, Route] = {
     "is_main": _DRIVER,
     "param_groups": _DRIVER,
     "global_sum": _DRIVER,
+    "local_tensors": _DRIVER,
 }
 """Member of ``TrainEngine``, or of ``Adapters`` after ``adapters.``, by name."""
 

@@ -21,8 +21,8 @@ from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
-from areal.api.weights import NamedTensor, SelectName
-from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
+from areal.api.weights import LocalTensor, NamedTensor, SelectName
+from areal.engine.components import EngineComponents, SlicedWeights, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config, process_dims
 from areal.engine.pipeline_broadcast import Stages
@@ -260,6 +260,23 @@ class EngineState(TrainEngine):
             if select is None or select(name)
         )
         return self._stream(chosen)
+
+    def local_tensors(
+        self, *, dtype: torch.dtype | None = None, select: SelectName | None = None
+    ) -> Iterator[LocalTensor]:
+        components = self._require_components()
+        weights = components.weights
+        if not isinstance(weights, SlicedWeights):
+            raise RuntimeError(f"{type(weights).__name__} has no export(), from which local tensors are read")
+        with self._ending_on_error():
+            components.memory.onload(params=True, grads=False, optimizer=False)
+            export = weights.export()
+        shapes = {spec.name: tuple(spec.shape) for spec in export.specs}
+        return (
+            LocalTensor(part.name, part.values.to(dtype or part.values.dtype), part.box, shapes[part.name])
+            for part in export.slices
+            if select is None or select(part.name)
+        )
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         components = self._reduced_components()

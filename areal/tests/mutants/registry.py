@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import areal.tests.mutants.bugs.calls
 import areal.tests.mutants.bugs.costs
 import areal.tests.mutants.bugs.dispatch
 import areal.tests.mutants.bugs.empty_ranks

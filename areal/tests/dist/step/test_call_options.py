@@ -116,6 +116,22 @@ def test_named_tensors_in_a_dtype_and_by_name(backend: str) -> None:
         assert {tensor.dtype for _, tensor in engine.named_tensors()} == {torch.float32}
 
 
+@pytest.mark.parametrize("backend", layouts(1, 2, also=("jax:d1", "fsdp:t2")))
+def test_local_tensors_of_all_ranks_are_the_weights(backend: str) -> None:
+    with started(backend) as engine:
+        expected = weights_of(engine)
+        parts = [
+            (part.name, part.tensor.double().numpy(), part.box, part.shape)
+            for part in engine.local_tensors(dtype=torch.float64, select=lambda name: "norm" not in name)
+        ]
+        assert {name for name, *_ in parts} <= {name for name in expected if "norm" not in name}
+        full: dict[str, torch.Tensor] = {}
+        for name, values, box, shape in (part for parts in engine.control.gather(parts) for part in parts):
+            full.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))[box] = torch.from_numpy(values)
+        assert set(full) == {name for name in expected if "norm" not in name}
+        assert all(torch.equal(tensor, expected[name].double()) for name, tensor in full.items())
+
+
 @pytest.mark.parametrize("backend", layouts(1, 2, also=("jax:d1",)))
 def test_schedule_of_the_caller_sets_parameter_groups(backend: str) -> None:
     """Without a number of steps. It never ends, and each step has the rate that was set."""

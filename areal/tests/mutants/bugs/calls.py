@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from areal.tests.mutants.planting import Function, mutant
 
 OPTIONS = "dist/step/test_call_options.py::"
@@ -23,3 +25,14 @@ def last_samples_left_out(right: Function) -> Function:
 def parameter_group_with_the_configured_rate(right: Function) -> Function:
     """A parameter group reads the learning rate of the configuration."""
     return lambda self, key: self._engine.config.optimizer.lr
+
+
+@mutant("areal.engine.state:EngineState.local_tensors", OPTIONS + "test_local_tensors*[fsdp:d2]")
+def parts_at_the_beginning(right: Function) -> Function:
+    """The part of each rank is at the beginning of its weight."""
+
+    def wrong(self: Any, **options: Any) -> Any:
+        for part in right(self, **options):
+            yield part._replace(box=tuple(slice(0, n) for n in part.tensor.shape))
+
+    return wrong
