@@ -53,9 +53,9 @@ def filler_has_a_gradient(right: Function) -> Function:
 def empty_global_batch_runs_fillers(right: Function) -> Function:
     """A global batch without samples runs fillers on all ranks instead of raising."""
 
-    def wrong(self: Any, plan_here: Any, schedule: Any, *, with_loss: bool) -> Any:
+    def wrong(self: Any, plan_here: Any, schedule: Any, *, must_differ: bool) -> Any:
         try:
-            return right(self, plan_here, schedule, with_loss=with_loss)
+            return right(self, plan_here, schedule, must_differ=must_differ)
         except ValueError as error:
             if "empty batch" not in str(error):
                 raise
