@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,13 +26,13 @@ from areal.engine.checkpoint.safetensors import (
     index_of,
     split_into_files,
 )
+from areal.engine.model.classifier import NO_HEAD, SCORE, VALUE_BIAS, VALUE_HEAD, VALUE_WEIGHT, classifier_class
 from areal.engine.model.hub import copy_model_files
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
 
 logger = logging.getLogger(__name__)
 
-VALUE_HEAD = "value_head.weight"
 VALUE_HEAD_FILE = "value_head.safetensors"
 """A value head is saved to a separate file, so that transformers loads the rest as an ordinary causal language model."""
 
@@ -59,6 +59,7 @@ class HFWeights:
         self._files = TensorFiles.of_model(folder)
         head = folder / VALUE_HEAD_FILE
         self._head = TensorFiles.of_file(head) if value_head and head.exists() else None
+        self._classifies = value_head and SCORE[VALUE_WEIGHT] in self._files
 
     def __enter__(self) -> HFWeights:
         return self
@@ -79,36 +80,49 @@ class HFWeights:
             ValueError: the weights are of another model. The error names file and key.
         """
         # Every weight of the model must be in the files, with its shape.
-        for name, shape in shapes.items():
-            if name != VALUE_HEAD:
-                self._check_one(self._files, self._key(name), shape)
+        expected = {self._key(name): shape for name, shape in shapes.items() if not self._starts_at_zero(name)}
+        for key, shape in expected.items():
+            self._check_one(self._files, key, shape)
         # Every key of the files must be a weight of the model: extra weights mean another architecture.
-        known = {name for name in shapes if name != VALUE_HEAD}.union(*self._tied.values())
+        known = set(expected).union(shapes, *self._tied.values())
         extra = [key for key in self._files if key not in known and not _is_ignored(model, key)]
         if extra:
             more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
             raise ValueError(f"{self._files.file_of(extra[0])} has {extra[0]!r}{more}, which {model.__name__} has not")
         # A missing value head is allowed (it starts at zero), a wrong one is not.
-        if VALUE_HEAD in shapes and self._head is not None:
-            if VALUE_HEAD not in self._head:
-                raise ValueError(f"{self._folder / VALUE_HEAD_FILE} has no {VALUE_HEAD!r}")
-            self._check_one(self._head, VALUE_HEAD, shapes[VALUE_HEAD])
+        if self._head is not None:
+            for name in sorted(VALUE_HEAD & shapes.keys()):
+                if name not in self._head:
+                    raise ValueError(f"{self._folder / VALUE_HEAD_FILE} has no {name!r}")
+                self._check_one(self._head, name, shapes[name])
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a weight in the files; ``None`` for a missing one."""
-        files, key = (self._head, name) if name == VALUE_HEAD else (self._files, self._key(name))
+        files, key = self._place(name)
         return files.shape(key) if files is not None and key in files else None
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Read a slice of a weight, in the dtype of the file, on the CPU. A value head without a file is zero."""
-        if name != VALUE_HEAD:
-            return self._files.read(self._key(name), box)
-        if self._head is None:
-            return torch.zeros([s.stop - s.start for s in box])
-        return self._head.read(name, box)
+        """Read a slice of a weight, in the dtype of the file, on the CPU. A value head without a file is zero, and the head of a classifier."""
+        files, key = self._place(name)
+        if files is None or (key not in files and self._starts_at_zero(name)):
+            return torch.zeros([len(range(s.start, s.stop, s.step or 1)) for s in box])
+        return files.read(key, box)
+
+    def _place(self, name: str) -> tuple[TensorFiles | None, str]:
+        """Return the files with a weight, and its key there."""
+        own_file = name in VALUE_HEAD and not self._classifies
+        return (self._head, name) if own_file else (self._files, self._key(name))
+
+    def _starts_at_zero(self, name: str) -> bool:
+        """Return whether the files of the model are without a weight that is zero then."""
+        if self._classifies:
+            return name == NO_HEAD and name not in self._files
+        return name in VALUE_HEAD
 
     def _key(self, name: str) -> str:
         """Return the key of a weight in the files: its name, or a tied name if the files contain only that one."""
+        if self._classifies and name in SCORE:
+            return SCORE[name]
         if name in self._files:
             return name
         return next((other for other in self._tied.get(name, ()) if other in self._files), name)
@@ -186,14 +200,16 @@ def prepare_hf(
         max_file_bytes: size of the largest weight file.
     """
     # 1. Divide the weights into files, and the files among the ranks. The value head gets a separate file, which is not in
-    # the index of the model.
+    # the index of the model, unless the model is a classifier.
+    if classifier_class(export.card.config) is not None:
+        export = _as_classifier(export)
     by_name = {spec.name: spec for spec in export.specs}
-    head = by_name.pop(VALUE_HEAD, None)
+    head = [by_name.pop(name) for name in (VALUE_WEIGHT, VALUE_BIAS) if name in by_name]
     dtype = next(iter(by_name.values())).dtype
     files = split_into_files(by_name.values(), max_file_bytes)
     index = index_of(files) if len(files) > 1 else None
-    if head is not None:
-        files[VALUE_HEAD_FILE] = [head]
+    if head:
+        files[VALUE_HEAD_FILE] = head
     writers = {name: i % control.size for i, name in enumerate(files)}
     own_files = {name: tensors for name, tensors in files.items() if writers[name] == control.rank}
 
@@ -214,6 +230,17 @@ def prepare_hf(
         return WrittenFiles(written)
 
     return SaveTask(write, finish=lambda payloads: [], about={"tensors": sum(map(len, files.values()))})
+
+
+def _as_classifier(export: Export) -> Export:
+    """Return a model with a value head under the names of a classifier, which has no output head."""
+    specs = [replace(spec, name=SCORE.get(spec.name, spec.name)) for spec in export.specs if spec.name != NO_HEAD]
+    slices = (
+        replace(part, name=SCORE[part.name]) if part.name in SCORE else part
+        for part in export.slices
+        if part.name != NO_HEAD
+    )
+    return replace(export, specs=specs, slices=slices)
 
 
 def _gather_tensors(
@@ -280,7 +307,7 @@ def _write_model_files(card: ModelCard, source: str, dtype: torch.dtype, draft: 
     names = copy_model_files(source, draft)
     config = copy.deepcopy(card.config)
     config.dtype = dtype
-    config.architectures = [card.model.__name__]
+    config.architectures = [classifier_class(config) or card.model.__name__]
     config.save_pretrained(draft)
     if "generation_config.json" not in names and card.generation is not None:
         card.generation.save_pretrained(draft)

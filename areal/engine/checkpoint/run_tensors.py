@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from areal.engine.checkpoint.dcp import METADATA, BoxLoadPlanner, TensorBoxes, read_tensors
 from areal.engine.checkpoint.gather_slices import Slice
-from areal.engine.checkpoint.huggingface import VALUE_HEAD
+from areal.engine.model.classifier import VALUE_HEAD
 
 MODEL, OPTIM = "model.", "optim."
 """Prefixes of weights and of optimizer state."""
@@ -25,7 +25,7 @@ EXCHANGING = frozenset({"fsdp", "jax", "megatron"})
 
 def weight_key(name: str) -> str:
     """Return the key of a weight, without prefix, by its name in transformers."""
-    return name if name == VALUE_HEAD else f"hf.{name}"
+    return name if name in VALUE_HEAD else f"hf.{name}"
 
 
 def check_weights(path: Path, metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> None:

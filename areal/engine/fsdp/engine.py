@@ -34,6 +34,7 @@ from areal.engine.fsdp.router import fsdp_expert_info, watch_routers, why_no_rou
 from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
 from areal.engine.model.hub import max_positions, read_config
 from areal.engine.model.media import check_media, media_tokens
@@ -76,6 +77,7 @@ class FSDPEngine(BaseTrainEngine):
         # Refuse what cannot run, before any group or tensor exists.
         config = self.config
         hf_config = read_config(config.path)
+        check_classifier(config.path, hf_config, value_head=config.value_head)
         check_media(hf_config, text_only=config.fsdp.text_only)
         plan = plan_forward(hf_config, config.fsdp.attention, self.dims, fp32_head=config.fp32_head)
         self._rows, self._own_head = not plan.packed, plan.own_head

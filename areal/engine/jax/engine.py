@@ -38,6 +38,7 @@ from areal.engine.jax.runtime.tracing import traced
 from areal.engine.jax.weights import JAXWeights
 from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.model.classifier import check_classifier
 from areal.engine.model.hub import max_positions, model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.options import TEMPLATE_OPTIONS
@@ -69,7 +70,9 @@ class JAXEngine(BaseTrainEngine):
         config = self.config
         use_cache(config.jax.compilation_cache)
         self._join(config.jax)
-        hf = meta_model(read_config(config.path), torch_dtype(config.master_dtype))
+        hf_config = read_config(config.path)
+        check_classifier(config.path, hf_config, value_head=config.value_head)
+        hf = meta_model(hf_config, torch_dtype(config.master_dtype))
         arrays = parameters_of(hf, value_head=config.value_head)
         architecture = Architecture.of(hf)
         check_experts_of(self.dims, architecture.experts.n_experts if architecture.experts else None)

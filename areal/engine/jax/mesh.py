@@ -19,8 +19,8 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from areal.api.parallel import ParallelDims
-from areal.engine.checkpoint.huggingface import VALUE_HEAD
 from areal.engine.jax.model.architecture import EMBEDDING, EXPERTS, HEAD
+from areal.engine.model.classifier import VALUE_WEIGHT
 from areal.utils.dtensor import Box
 
 _T = TypeVar("_T")
@@ -80,7 +80,7 @@ def stored_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
         spec[-2:] = SHARDS, "tp"
     elif name.endswith(EXPERTS):
         spec[-3:] = expert_axes(mesh, shape[-3]), None, ("dp", "cp")
-    elif name == VALUE_HEAD:
+    elif name == VALUE_WEIGHT:
         spec[-1] = SHARDS
     return PartitionSpec(
         *(axes if axes and size % ways(mesh, axes) == 0 else None for axes, size in zip(spec, shape, strict=True))

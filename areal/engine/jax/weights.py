@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from areal.api.config import torch_dtype
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import ComputedSlice
-from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
+from areal.engine.checkpoint.huggingface import Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined, tied_names
 from areal.engine.jax.mesh import host_view, local_boxes, to_torch
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.model_arrays import ModelState
+from areal.engine.model.classifier import VALUE_HEAD
 from areal.engine.model.random_init import draw
 from areal.utils.dtensor import Box, full_box
 
@@ -40,9 +41,9 @@ class JAXWeights:
         self._model, self._hf = model, hf
         shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
         pieces = disk_layout(hf)
-        if VALUE_HEAD in model.arrays:
-            shape = shapes[VALUE_HEAD] = model.arrays[VALUE_HEAD].shape
-            pieces[VALUE_HEAD] = (DiskTensor(VALUE_HEAD, full_box(shape)),)
+        for name in model.arrays.keys() & VALUE_HEAD:
+            shape = shapes[name] = model.arrays[name].shape
+            pieces[name] = (DiskTensor(name, full_box(shape)),)
         self._shapes = shapes
         self._pieces = {name: pieces[name] for name in shapes}
         # The array of each weight, and its row there.
@@ -171,7 +172,7 @@ class JAXWeights:
         return out
 
     def _files(self, folder: Path) -> HFWeights:
-        return HFWeights(folder, tied_names(self._hf), value_head=VALUE_HEAD in self._shapes)
+        return HFWeights(folder, tied_names(self._hf), value_head=not VALUE_HEAD.isdisjoint(self._shapes))
 
 
 def _cut(values: Any, row: int | None, inside: Box, on_disk: Box) -> Tensor:

@@ -44,6 +44,7 @@ from areal.engine.megatron.router import megatron_expert_info
 from areal.engine.megatron.schedule import MegatronSchedule
 from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.megatron.weights import MegatronWeights
+from areal.engine.model.classifier import check_classifier
 from areal.engine.model.hub import max_positions, read_config
 from areal.engine.model.packed_lm import model_inputs
 from areal.engine.moe.routing import ExpertRouting
@@ -66,6 +67,7 @@ class MegatronEngine(BaseTrainEngine):
     def _build(self, spec: FinetuneSpec) -> EngineComponents:
         config = self.config
         hf = read_config(config.path)
+        check_classifier(config.path, hf, value_head=config.value_head)
         check_family(hf)
         check_layout(hf, self.dims, config)
         # Process groups, released after the model.

@@ -118,6 +118,7 @@ _ENDS = (
     Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED),
     Row("output_layer.weight", ("lm_head.weight",), ROWS),
     Row("value_head.weight", ("value_head.weight",), REPLICATED),
+    Row("value_head.bias", ("value_head.bias",), REPLICATED),
 )
 
 TABLES: dict[str, tuple[Row, ...]] = {

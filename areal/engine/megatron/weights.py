@@ -21,11 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice, SliceKey
-from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
+from areal.engine.checkpoint.huggingface import Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.engine.megatron.random_init import draw_weights
 from areal.engine.megatron.weight_mapping import EMBEDDING, LocalParameter, local_parameters
+from areal.engine.model.classifier import VALUE_HEAD
 from areal.engine.model.hub import model_folder
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
@@ -179,7 +180,7 @@ class MegatronWeights:
         draw_weights(self._hf, seed, dtype, fill_block)
         # transformers does not know the value head: it is zero.
         for parameter in (
-            local_param.parameter for local_param in self.local_params if local_param.names == (VALUE_HEAD,)
+            local_param.parameter for local_param in self.local_params if local_param.names[0] in VALUE_HEAD
         ):
             parameter.data.zero_()
             if parameter in self._mains:
@@ -200,7 +201,7 @@ class MegatronWeights:
 
     def _files(self, folder: Path) -> HFWeights:
         tied = {EMBEDDING[0]: ["lm_head.weight"]} if self._hf.tie_word_embeddings else {}
-        return HFWeights(folder, tied, value_head=any(spec.name == VALUE_HEAD for spec in self._specs))
+        return HFWeights(folder, tied, value_head=any(spec.name in VALUE_HEAD for spec in self._specs))
 
     # ---- out
 

@@ -82,8 +82,8 @@ def init_weights(chunks: ModelChunks, seed: int, device: torch.device, buffer_de
 
     draw(chunks.full_model.hf, seed, copy_block)
     for chunk in chunks:
-        if chunk.value_head is not None:
-            local_shard(chunk.value_head.weight)[0].zero_()
+        for parameter in chunk.value_head.parameters() if chunk.value_head is not None else ():
+            local_shard(parameter)[0].zero_()
 
 
 def _compute_buffers(hf: PreTrainedModel) -> None:

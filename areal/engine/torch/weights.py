@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice
-from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
+from areal.engine.checkpoint.huggingface import Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.checkpoint.tensor_layout import (
     DiskTensor,
@@ -179,9 +179,9 @@ def _stored_tensors(model: PackedCausalLM) -> dict[str, StoredTensor]:
     parameters = {id(parameter) for parameter in model.parameters()}
     tensors = {f"hf.{name}": tensor for name, tensor in stored_tensors(model.hf)}
     # transformers does not know the value head: it has a separate file.
-    if model.value_head is not None:
-        weight = tensors[VALUE_HEAD] = model.value_head.weight
-        layout[VALUE_HEAD] = (DiskTensor(VALUE_HEAD, full_box(weight.shape)),)
+    for name, parameter in model.value_head.named_parameters() if model.value_head is not None else ():
+        key = f"value_head.{name}"
+        tensors[key], layout[key] = parameter, (DiskTensor(key, full_box(parameter.shape)),)
     return {name: StoredTensor(tensor, layout[name], id(tensor) in parameters) for name, tensor in tensors.items()}
 
 

@@ -14,7 +14,7 @@ import torch
 from jax import Array
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from areal.engine.checkpoint.huggingface import VALUE_HEAD
+from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT, value_bias
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that the engine computes."""
@@ -176,7 +176,9 @@ def parameters_of(hf: PreTrainedModel, *, value_head: bool) -> dict[str, Paramet
         for name, names in rows.items()
     }
     if value_head:
-        found[VALUE_HEAD] = ParameterInfo((1, hf.config.hidden_size), (VALUE_HEAD,), False)
+        found[VALUE_WEIGHT] = ParameterInfo((1, hf.config.hidden_size), (VALUE_WEIGHT,), False)
+        if value_bias(hf.config):
+            found[VALUE_BIAS] = ParameterInfo((1,), (VALUE_BIAS,), False)
     return found
 
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from areal.api.batch import IGNORE_INDEX
-from areal.engine.checkpoint.huggingface import VALUE_HEAD
 from areal.engine.jax.lora.contribution import add_adapters
 from areal.engine.jax.model.architecture import HEAD, NORM
 from areal.engine.jax.model.decoder import Stream, decode, norm
 from areal.engine.jax.model.products import WeightUse, gathered_linear, linear
 from areal.engine.jax.model.spec import ModelSpec, Params
+from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT
 
 _CHUNK = 512
 """Most rows whose logits exist at a time, where they are not kept for the backward."""
@@ -65,8 +65,11 @@ def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Str
     if "hidden" in wanted.names:
         out["hidden"] = hidden
     if "values" in wanted.names:
-        weight = params[VALUE_HEAD]
-        out["values"] = linear(hidden, weight, spec.use(VALUE_HEAD, weight.shape))[..., 0].astype(spec.numbers.stats)
+        weight = params[VALUE_WEIGHT]
+        values = linear(hidden, weight, spec.use(VALUE_WEIGHT, weight.shape))
+        if VALUE_BIAS in params:
+            values = values + params[VALUE_BIAS].astype(values.dtype)
+        out["values"] = values[..., 0].astype(spec.numbers.stats)
     if "logits" in wanted.names:
         weight, use = _head(spec, params)
         out["logits"] = _logits(spec, params, linear(hidden, weight, use), hidden, rows.temperature, slots)

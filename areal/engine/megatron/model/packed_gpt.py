@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from areal.engine.megatron.model.config import windows
 from areal.engine.megatron.model.layer_spec import PackedLayout, block_spec
 from areal.engine.megatron.model.rotary import RotaryAngles
+from areal.engine.model.classifier import value_bias
 from areal.engine.model.heads import LinearHead, UpdateFn, head_of_runs, no_update
 from areal.engine.model.packed_lm import ModelInputs, token_outputs
 
@@ -28,7 +29,7 @@ class PackedGPT(GPTModel):
         config: Megatron-Core's configuration.
         groups: process groups of the layout.
         vp_stage: index of this chunk on its rank, or ``None`` if a rank has one chunk.
-        value_head: add a value head ``value_head.weight`` ``[1, H]`` after the last layer.
+        value_head: add a value head ``value_head.weight`` ``[1, H]`` after the last layer, with a bias for a classifier of tokens.
         fp32_head: multiply by the head's weight in float32.
         keep_bytes: size of the logits that may be kept for the backward, see
             :func:`~areal.utils.functional.logprobs.head_outputs`.
@@ -72,7 +73,8 @@ class PackedGPT(GPTModel):
         self.value_head: nn.Linear | None = None
         if value_head and self.post_process:
             like = self.decoder.final_layernorm.weight
-            self.value_head = nn.Linear(config.hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
+            bias = value_bias(hf)
+            self.value_head = nn.Linear(config.hidden_size, 1, bias=bias, device=like.device, dtype=like.dtype)
         self._real_vocab = hf.vocab_size
         self._padding_id = hf.pad_token_id
         self._fp32_head, self._keep_bytes = fp32_head, keep_bytes

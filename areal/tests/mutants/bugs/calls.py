@@ -1,4 +1,4 @@
-"""Bugs of the options of one call."""
+"""Bugs of the options of one call, and of critics in the form of other libraries."""
 
 from __future__ import annotations
 
@@ -36,3 +36,14 @@ def parts_at_the_beginning(right: Function) -> Function:
             yield part._replace(box=tuple(slice(0, n) for n in part.tensor.shape))
 
     return wrong
+
+
+CLASSIFIERS = (
+    "dist/parallel/test_classifiers.py::test_classifier_is_trained_as_by_torch_and_saved_as_one[fsdp:d1-tokens]"
+)
+
+
+@mutant("areal.engine.checkpoint.huggingface:_as_classifier", CLASSIFIERS)
+def critic_saved_as_a_language_model(right: Function) -> Function:
+    """A critic is saved with the names of a language model with a value head."""
+    return lambda export: export
