@@ -116,7 +116,7 @@ def test_named_tensors_in_a_dtype_and_by_name(backend: str) -> None:
         assert {tensor.dtype for _, tensor in engine.named_tensors()} == {torch.float32}
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, also=("jax:d1", "fsdp:t2")))
+@pytest.mark.parametrize("backend", layouts(1, 2, also=("jax:d1", "fsdp:t2", "megatron:d2")))
 def test_local_tensors_of_all_ranks_are_the_weights(backend: str) -> None:
     with started(backend) as engine:
         expected = weights_of(engine)

@@ -83,7 +83,7 @@ def test_python_that_cannot_be_used(clone: Path) -> None:
 
 
 def test_interrupted_environment_is_made_anew(clone: Path) -> None:
-    slow = script(clone / "slow", WITHOUT_PIP, then='if [ "$2" = venv ]; then touch .venv/half; sleep 60; fi')
+    slow = script(clone / "slow", WITHOUT_PIP, then='if [ "$2" = venv ]; then touch .venv/half; exec sleep 60; fi')
     # A session in the background of a shell ignores the signal, and so would what it starts.
     default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = ["make", ".venv/.made", f"PYTHON={slow}"]
