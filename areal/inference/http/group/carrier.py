@@ -80,18 +80,16 @@ def in_thread(work: Callable[[], None], name: str) -> Future[None]:
     return future
 
 
-class GlooCarrier:
-    """Implements :class:`~areal.inference.http.group.carrier.Carrier` over gloo.
-
-    vLLM has no such backend. Its workers need a plugin that registers one and joins a ``ProcessGroupGloo`` on the store at
-    ``master_address`` and ``master_port``.
+class _StoreCarrier:
+    """A group of ``torch.distributed`` whose members meet at a store of the trainer.
 
     Args:
         address: host name of the trainer, as the servers see it.
+        device: device of the buffers.
     """
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, address: str, device: torch.device | str) -> None:
+        self.device = torch.device(device)
         self._address = address
         self._size = 0
         self._store: dist.TCPStore | None = None
@@ -105,36 +103,50 @@ class GlooCarrier:
     def join(self, seconds: float) -> None:
         if self._store is None:
             raise RuntimeError("no group was opened")
-        timeout = timedelta(seconds=seconds)
-        self._store.set_timeout(timeout)
-        self._group = dist.ProcessGroupGloo(self._store, 0, self._size, timeout)
+        self._store.set_timeout(timedelta(seconds=seconds))
+        self._group = self._make(self._store, timedelta(seconds=seconds))
+
+    def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:
+        """Return the group once all members have joined."""
+        raise NotImplementedError
 
     def broadcast(self, buffers: Sequence[Tensor], seconds: float) -> None:
-        group = self._group
+        group, options = self._group, dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=seconds)
         for buffer in buffers:
             if group is None or group is not self._group:
                 raise RuntimeError("the group was aborted")
-            send_buffer(group, buffer, seconds)
+            group.broadcast([buffer], options).wait(timedelta(seconds=seconds))
+
+
+class GlooCarrier(_StoreCarrier):
+    """Implements :class:`Carrier` over gloo.
+
+    vLLM has no such backend. Its workers need a plugin that registers one and joins a ``ProcessGroupGloo`` on the store at
+    ``master_address`` and ``master_port``.
+
+    Args:
+        address: host name of the trainer, as the servers see it.
+    """
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        super().__init__(address, "cpu")
+
+    def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, 0, self._size, timeout)
 
     def abort(self) -> None:
         # Closes the connections, so that waiting workers fail at once: ``ProcessGroupGloo.abort`` closes none.
         self._group = self._store = None
 
 
-def send_buffer(group: Any, buffer: Tensor, seconds: float) -> None:
-    """Broadcast a buffer from rank 0, and wait for the end."""
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    options.timeout = timedelta(seconds=seconds)
-    group.broadcast([buffer], options).wait(timedelta(seconds=seconds))
-
-
 _NUMBERS = itertools.count()
 """Numbers of the groups of this process: names must be unique."""
 
 
-class TorchCarrier:
-    """Implements :class:`~areal.inference.http.group.carrier.Carrier` on a group of ``torch.distributed``.
+class TorchCarrier(_StoreCarrier):
+    """Implements :class:`Carrier` on a group of ``torch.distributed``.
 
     Args:
         address: host name of the trainer, as the servers see it.
@@ -155,45 +167,26 @@ class TorchCarrier:
             raise ValueError(
                 f"backend = {backend!r} with device = {str(device)!r}: choose gloo with cpu, or nccl with cuda"
             )
-        self.device = torch.device(device)
-        self._address, self._backend, self._prefix = address, backend, name
-        self._size, self._name = 0, ""
-        self._store: dist.TCPStore | None = None
-        self._group: Any = None
+        super().__init__(address, device)
+        self._backend, self._prefix, self._name = backend, name, ""
 
     def open(self, size: int) -> Mapping[str, str | int]:
-        self._size, self._name = size, f"{self._prefix}-{next(_NUMBERS)}"
-        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        return {
-            "master_address": self._address,
-            "master_port": self._store.port,
-            "group_name": self._name,
-            "backend": self._backend,
-        }
+        self._name = f"{self._prefix}-{next(_NUMBERS)}"
+        return {**super().open(size), "group_name": self._name, "backend": self._backend}
 
-    def join(self, seconds: float) -> None:
-        if self._store is None:
-            raise RuntimeError("no group was opened")
-        self._store.set_timeout(timedelta(seconds=seconds))
+    def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:
         # As the workers do: the prefixes of the keys must be equal, and they depend on this function.
         group, _ = _new_process_group_helper(
             self._size,
             0,
             [],
             dist.Backend(self._backend),
-            dist.PrefixStore(self._name, self._store),
+            dist.PrefixStore(self._name, store),
             group_name=GroupName(self._name),
-            timeout=timedelta(seconds=seconds),
+            timeout=timeout,
         )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(self._size)}
-        self._group = group
-
-    def broadcast(self, buffers: Sequence[Tensor], seconds: float) -> None:
-        group = self._group
-        for buffer in buffers:
-            if group is None or group is not self._group:
-                raise RuntimeError("the group was aborted")
-            send_buffer(group, buffer, seconds)
+        return group
 
     def abort(self) -> None:
         group, self._group = self._group, None
@@ -204,7 +197,7 @@ class TorchCarrier:
 
 
 class NCCLCarrier:
-    """Implements :class:`~areal.inference.http.group.carrier.Carrier` over NCCL. The id of the group is part of the request.
+    """Implements :class:`Carrier` over NCCL. The id of the group is part of the request.
 
     Args:
         device: GPU of the trainer's first rank. No worker may use the same one.
