@@ -15,25 +15,11 @@ from typing import Any, TypeVar
 
 from areal.api import LossObjective, MicroBatchSpec, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs
+from areal.dispatch import rank_calls
 from areal.dispatch.executor import Executor, Handle, PendingCall, Work
-from areal.dispatch.rank_calls import (
-    Argument,
-    Drop,
-    EnterContext,
-    ExitContext,
-    Function,
-    Keep,
-    NextTensors,
-    OnMicroBatches,
-    OpenStream,
-    RankLayout,
-    Sees,
-    Verb,
-    of_a_rank,
-)
-from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
-from areal.dispatch.remote.remote_stream import RemoteStream
-from areal.dispatch.shards import ShardPlan, plan_shards
+from areal.dispatch.rank_calls import Argument, RankLayout, Verb, of_a_rank
+from areal.dispatch.remote_stream import RemoteStream
+from areal.dispatch.shards import RemoteMicroBatches, ShardPlan, joined_layouts, plan_shards
 from areal.dispatch.shared_devices.place import Place
 from areal.dispatch.shared_devices.turns import Turn
 from areal.dispatch.shared_devices.uses import Use
@@ -188,7 +174,12 @@ class Calls:
             arguments["mb_spec"] = spec = of_a_rank(spec)
         if row.returned is Returned.LAYOUT:
             key = self.new_key("microbatches")
-            return self.start(name, Keep(self.name, key, spec), lambda values: self._kept(plan, values, key), shards)
+            return self.start(
+                name,
+                partial(rank_calls.keep_microbatches, self.name, key, spec),
+                lambda values: self._kept(plan, values, key),
+                shards,
+            )
         verb = self.verb(name, arguments, row.returned)
         if row.returned is Returned.SAMPLES:
             return self.start(name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards, use=use)
@@ -203,7 +194,7 @@ class Calls:
         mbs = arguments.pop("mbs")
         if not isinstance(mbs, RemoteMicroBatches):
             raise ValueError(f"mbs is a {type(mbs).__name__}: pass what microbatches() of this group returned")
-        work = OnMicroBatches(self.verb(name, arguments, row.returned), mbs.key)
+        work = partial(rank_calls.on_microbatches, self.verb(name, arguments, row.returned), mbs.key)
         # Each coordinate returns the results of its micro-batches.
         if row.returned is Returned.MICROBATCHES:
             return self.start(
@@ -254,9 +245,10 @@ class Calls:
         }
         return Verb(self.name, path, shipped, returned)
 
-    def function(self, function: Callable[..., Any], returned: Returned) -> Function:
+    def function(self, function: Callable[..., Any], returned: Returned) -> Work:
         """Return the work that calls the caller's function."""
-        return Function(self.name, self.executor.ship(function, getattr(function, "__name__", "fn")), returned)
+        shipped = self.executor.ship(function, getattr(function, "__name__", "fn"))
+        return partial(rank_calls.call_function, self.name, shipped, returned)
 
     # ---- objects that stay on the ranks
 
@@ -266,14 +258,14 @@ class Calls:
 
     def drop(self, key: str) -> None:
         """Drop an object on the ranks."""
-        self.executor.start("drop", Drop((key,)), [None] * self.executor.size)
+        self.executor.start("drop", partial(rank_calls.drop, (key,)), [None] * self.executor.size)
 
     def _drop_unused(self) -> None:
         with self._lock:
             keys, count = tuple(self._unused), len(self._unused)
             del self._unused[:count]
         if keys and self.started:
-            self.executor.start("drop", Drop(keys), [None] * self.executor.size)
+            self.executor.start("drop", partial(rank_calls.drop, keys), [None] * self.executor.size)
 
     # ---- streams and contexts
 
@@ -290,11 +282,12 @@ class Calls:
         self.require_rank_layouts()
         key, use = self.new_key("stream"), TABLE[path].use_with({})
         given = {name: value for name, value in arguments.items() if value is not None}
-        self.run(path, OpenStream(self.verb(path, given, Returned.RANK_0), key), use=use)
+        verb = self.verb(path, given, Returned.RANK_0)
+        self.run(path, partial(rank_calls.open_stream, verb, key), use=use)
         return RemoteStream(
             partial(self._begin, use),
-            lambda: self.run(path, NextTensors(key, STREAM_BYTES))[0],
-            lambda: self.started and self.run(path, Drop((key,))),
+            lambda: self.run(path, partial(rank_calls.next_tensors, key, STREAM_BYTES))[0],
+            lambda: self.started and self.run(path, partial(rank_calls.drop, (key,))),
             in_driver=self.executor.in_driver,
         )
 
@@ -324,10 +317,11 @@ class Calls:
         chosen = None if ranks is None else frozenset(ranks)
         try:
             # A rank that fails to enter it leaves it open on the others.
-            yield self.run(path, EnterContext(self.verb(path, arguments, TABLE[path].returned), key, chosen))
+            verb = self.verb(path, arguments, TABLE[path].returned)
+            yield self.run(path, partial(rank_calls.enter_context, verb, key, chosen))
         finally:
             if self.started:
-                self.run(path, ExitContext(key))
+                self.run(path, partial(rank_calls.exit_context, key))
 
     # ---- folders
 
@@ -343,7 +337,7 @@ class Calls:
         # The deepest folder that exists: a rank may not make the rest of the path while another looks for it.
         existing = next(path for path in (folder, *folder.parents) if path.is_dir())
         with tempfile.NamedTemporaryFile(prefix=".areal-shared-", dir=existing) as probe:
-            seen = self.run("check_shared", Sees(Path(probe.name)))
+            seen = self.run("check_shared", partial(rank_calls.sees, Path(probe.name)))
         blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
         if blind:
             raise ValueError(

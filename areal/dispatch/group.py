@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -26,14 +27,14 @@ from areal.api import (
     WeightTransport,
 )
 from areal.api.engine import BatchInput
+from areal.dispatch import rank_calls
 from areal.dispatch.calls import Calls, rank_0
 from areal.dispatch.executor import Executor, InProcess
-from areal.dispatch.rank_calls import CarriedState, Destroy, Initialize, Load, MakeTransport, RankLayout
-from areal.dispatch.remote.remote_adapters import GroupAdapters
-from areal.dispatch.remote.remote_transport import GroupTransport
+from areal.dispatch.rank_calls import CarriedState, RankLayout
+from areal.dispatch.remote_transport import GroupTransport
 from areal.dispatch.shared_devices.place import Place
 from areal.dispatch.shared_devices.uses import Use
-from areal.dispatch.table import TABLE, DispatchedVerbs, Returned
+from areal.dispatch.table import TABLE, DispatchedVerbs, GroupAdapters, Returned
 from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
 from areal.utils.distributed import ControlPlane
@@ -173,7 +174,7 @@ class WorkerGroup(DispatchedVerbs):
 
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
         self._spec, self.version = spec, 0
-        work = Initialize(self._calls.name, self.config, spec)
+        work = partial(rank_calls.initialize, self._calls.name, self.config, spec)
         return self._calls.start("initialize", work, self._initialized, use=TABLE["initialize"].use_with({}))
 
     def _initialized(self, rank_layouts: list[RankLayout]) -> None:
@@ -196,7 +197,8 @@ class WorkerGroup(DispatchedVerbs):
             self._calls.leave_devices()
             return Finished(None)
         self._calls.take_rank_layouts(None)
-        return self._calls.start("destroy", Destroy(self._calls.name), lambda _: self._calls.leave_devices())
+        work = partial(rank_calls.destroy, self._calls.name)
+        return self._calls.start("destroy", work, lambda _: self._calls.leave_devices())
 
     def restart(self, layout: str | None = None) -> None:
         """Go on after the loss of a rank, from the last checkpoint that this group saved or loaded, if there is one.
@@ -306,7 +308,7 @@ class WorkerGroup(DispatchedVerbs):
         """
         self._calls.require_rank_layouts()
         key, handle = self._calls.new_key("transport"), self._executor.ship(make, "make")
-        self._calls.run("transport", MakeTransport(self._calls.name, handle, key))
+        self._calls.run("transport", partial(rank_calls.make_transport, self._calls.name, handle, key))
         return GroupTransport(self._calls, key, handle, self)
 
     def _start_save(self, meta: SaveLoadMeta) -> Pending[None]:
@@ -327,7 +329,8 @@ class WorkerGroup(DispatchedVerbs):
 
         self._calls.require_rank_layouts()
         named = dataclasses.replace(meta, stateful={name: CarriedState() for name in meta.stateful})
-        return self._calls.start("load", Load(self._calls.name, named), finish, use=TABLE["load"].use_with({}))
+        work = partial(rank_calls.load, self._calls.name, named)
+        return self._calls.start("load", work, finish, use=TABLE["load"].use_with({}))
 
     # ---- memory
 

@@ -1,4 +1,7 @@
-"""Functions that the ranks run, with the engine of a group, in the process of a rank."""
+"""Functions that the ranks run, with the engine of a group, in the process of a rank.
+
+The driver binds all arguments but the last two: the objects of the process, and the shard of the rank.
+"""
 
 from __future__ import annotations
 
@@ -33,24 +36,19 @@ class RankLayout:
     rules: BatchRules | None
 
 
-@dataclass(frozen=True)
-class Initialize:
-    """Creates and initializes the engine of a group. Returns the rank's :class:`RankLayout`."""
-
-    engine: str
-    config: TrainEngineConfig
-    spec: FinetuneSpec
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> RankLayout:
-        if self.engine in rank_objects.by_name:
-            raise RuntimeError(
-                f"the engine is already initialized: destroy it, or give another group a name that is not "
-                f"{self.engine!r}: WorkerGroup(name=...)"
-            )
-        engine = create_engine(_with_rank_spec(self.config))
-        engine.initialize(self.spec)
-        rank_objects.by_name[self.engine] = engine
-        return RankLayout(engine.dp_rank, engine.is_main, rules_of(engine))
+def initialize(
+    engine: str, config: TrainEngineConfig, spec: FinetuneSpec, rank_objects: RankObjects, _: Any
+) -> RankLayout:
+    """Create and initialize the engine of a group."""
+    if engine in rank_objects.by_name:
+        raise RuntimeError(
+            f"the engine is already initialized: destroy it, or give another group a name that is not "
+            f"{engine!r}: WorkerGroup(name=...)"
+        )
+    created = create_engine(_with_rank_spec(config))
+    created.initialize(spec)
+    rank_objects.by_name[engine] = created
+    return RankLayout(created.dp_rank, created.is_main, rules_of(created))
 
 
 def of_a_rank(spec: MicroBatchSpec) -> MicroBatchSpec:
@@ -66,18 +64,13 @@ def _with_rank_spec(config: TrainEngineConfig) -> TrainEngineConfig:
     return config.model_copy(update={"mb_spec": of_a_rank(config.mb_spec)})
 
 
-@dataclass(frozen=True)
-class Destroy:
-    """Destroys the engine of a group, with everything that its calls have left."""
-
-    engine: str
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
-        engine = rank_objects.by_name.pop(self.engine, None)
-        for key in [key for key in rank_objects.by_name if key.startswith(f"{self.engine}/")]:
-            del rank_objects.by_name[key]
-        if engine is not None:
-            engine.destroy()
+def destroy(engine: str, rank_objects: RankObjects, _: Any) -> None:
+    """Destroy the engine of a group, with everything that its calls have left."""
+    created = rank_objects.by_name.pop(engine, None)
+    for key in [key for key in rank_objects.by_name if key.startswith(f"{engine}/")]:
+        del rank_objects.by_name[key]
+    if created is not None:
+        created.destroy()
 
 
 @dataclass(frozen=True)
@@ -102,18 +95,13 @@ class Verb:
         return (dataclasses.replace(value, outputs={}), value.outputs) if self.returned is Returned.STEP else value
 
 
-@dataclass(frozen=True)
-class Function:
-    """Calls the caller's function with the engine and the shard of the rank."""
-
-    engine: str
-    function: Handle
-    returned: Returned
-
-    def __call__(self, rank_objects: RankObjects, shard: Handle | None) -> Any:
-        engine = rank_objects.engine(self.engine)
-        value = self.function.get()(engine, None if shard is None else shard.get())
-        return value if is_kept(self.returned, rank_objects, engine) else None
+def call_function(
+    engine: str, function: Handle, returned: Returned, rank_objects: RankObjects, shard: Handle | None
+) -> Any:
+    """Call the caller's function with the engine and the shard of the rank."""
+    own = rank_objects.engine(engine)
+    value = function.get()(own, None if shard is None else shard.get())
+    return value if is_kept(returned, rank_objects, own) else None
 
 
 def is_kept(returned: Returned, rank_objects: RankObjects, engine: Any) -> bool:
@@ -143,35 +131,23 @@ class Argument:
 # ---- micro-batches
 
 
-@dataclass(frozen=True)
-class Keep:
-    """Makes the micro-batches of a batch and keeps them under a key. Returns their layout."""
-
-    engine: str
-    key: str
-    mb_spec: MicroBatchSpec | None
-
-    def __call__(self, rank_objects: RankObjects, shard: Handle) -> MicroBatchList | None:
-        engine = rank_objects.engine(self.engine)
-        given = {} if self.mb_spec is None else {"mb_spec": self.mb_spec}
-        mbs = rank_objects.by_name[self.key] = engine.microbatches(shard.get(), **given)
-        return _without_tensors(mbs) if engine.is_main else None
+def keep_microbatches(
+    engine: str, key: str, mb_spec: MicroBatchSpec | None, rank_objects: RankObjects, shard: Handle
+) -> MicroBatchList | None:
+    """Make the micro-batches of a batch and keep them under a key. Returns their layout."""
+    own = rank_objects.engine(engine)
+    given = {} if mb_spec is None else {"mb_spec": mb_spec}
+    mbs = rank_objects.by_name[key] = own.microbatches(shard.get(), **given)
+    return _without_tensors(mbs) if own.is_main else None
 
 
-@dataclass(frozen=True)
-class OnMicroBatches:
-    """Calls a verb with the micro-batches under a key."""
-
-    verb: Verb
-    key: str
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> Any:
-        mbs = rank_objects.by_name.get(self.key)
-        if mbs is None:
-            raise ValueError("mbs is not on the ranks of this group: pass what its microbatches() returned")
-        return dataclasses.replace(self.verb, arguments={**self.verb.arguments, "mbs": Argument(LocalHandle(mbs))})(
-            rank_objects, None
-        )
+def on_microbatches(verb: Verb, key: str, rank_objects: RankObjects, _: Any) -> Any:
+    """Call a verb with the micro-batches under a key."""
+    mbs = rank_objects.by_name.get(key)
+    if mbs is None:
+        raise ValueError("mbs is not on the ranks of this group: pass what its microbatches() returned")
+    arguments = {**verb.arguments, "mbs": Argument(LocalHandle(mbs))}
+    return dataclasses.replace(verb, arguments=arguments)(rank_objects, None)
 
 
 def _without_tensors(mbs: MicroBatchList) -> MicroBatchList:
@@ -187,103 +163,69 @@ def _without_tensors(mbs: MicroBatchList) -> MicroBatchList:
     )
 
 
-@dataclass(frozen=True)
-class Drop:
-    """Drops objects of earlier calls."""
-
-    keys: tuple[str, ...]
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
-        for key in self.keys:
-            rank_objects.by_name.pop(key, None)
+def drop(keys: tuple[str, ...], rank_objects: RankObjects, _: Any) -> None:
+    """Drop objects of earlier calls."""
+    for key in keys:
+        rank_objects.by_name.pop(key, None)
 
 
 # ---- streams and contexts
 
 
-@dataclass(frozen=True)
-class OpenStream:
-    """Begins to iterate over tensors."""
-
-    verb: Verb
-    key: str
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
-        member = attrgetter(self.verb.path)(rank_objects.engine(self.verb.engine))
-        rank_objects.by_name[self.key] = iter(member(**resolved(self.verb.arguments)))
+def open_stream(verb: Verb, key: str, rank_objects: RankObjects, _: Any) -> None:
+    """Begin to iterate over tensors."""
+    member = attrgetter(verb.path)(rank_objects.engine(verb.engine))
+    rank_objects.by_name[key] = iter(member(**resolved(verb.arguments)))
 
 
-@dataclass(frozen=True)
-class NextTensors:
-    """Iterates over the next tensors, up to a number of bytes. Rank 0 returns them, and whether the stream has ended.
+def next_tensors(key: str, nbytes: int, rank_objects: RankObjects, _: Any) -> tuple[list[NamedTensor], bool]:
+    """Iterate over the next tensors, up to a number of bytes. Rank 0 returns them, and whether the stream has ended.
 
-    Attributes:
+    Args:
         key: of the stream.
         nbytes: bytes after which the chunk ends. All ranks see the same tensors, and end it at the same one.
     """
-
-    key: str
-    nbytes: int
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> tuple[list[NamedTensor], bool]:
-        chunk: list[NamedTensor] = []
-        total = 0
-        for name, tensor in rank_objects.by_name[self.key]:
-            total += tensor.nbytes
-            if rank_objects.rank == 0:
-                # A copy, because the next tensor may reuse the memory.
-                chunk.append(NamedTensor(name, tensor.detach().to("cpu", copy=True)))
-            if total >= self.nbytes:
-                return chunk, False
-        del rank_objects.by_name[self.key]
-        return chunk, True
+    chunk: list[NamedTensor] = []
+    total = 0
+    for name, tensor in rank_objects.by_name[key]:
+        total += tensor.nbytes
+        if rank_objects.rank == 0:
+            # A copy, because the next tensor may reuse the memory.
+            chunk.append(NamedTensor(name, tensor.detach().to("cpu", copy=True)))
+        if total >= nbytes:
+            return chunk, False
+    del rank_objects.by_name[key]
+    return chunk, True
 
 
-@dataclass(frozen=True)
-class EnterContext:
-    """Enters a context of the engine, which stays open under a key. Returns its value, if the driver reads it.
+def enter_context(verb: Verb, key: str, ranks: frozenset[int] | None, rank_objects: RankObjects, _: Any) -> Any:
+    """Enter a context of the engine, which stays open under a key. Returns its value, if the driver reads it.
 
-    Attributes:
+    Args:
         ranks: ranks that enter it; ``None`` for all.
     """
-
-    verb: Verb
-    key: str
-    ranks: frozenset[int] | None = None
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> Any:
-        if self.ranks is not None and rank_objects.rank not in self.ranks:
-            return None
-        member = attrgetter(self.verb.path)(rank_objects.engine(self.verb.engine))
-        context: AbstractContextManager[Any] = member(**resolved(self.verb.arguments))
-        value = context.__enter__()
-        rank_objects.by_name[self.key] = context
-        return value if self.verb.returned is Returned.FOLDERS else None
+    if ranks is not None and rank_objects.rank not in ranks:
+        return None
+    member = attrgetter(verb.path)(rank_objects.engine(verb.engine))
+    context: AbstractContextManager[Any] = member(**resolved(verb.arguments))
+    value = context.__enter__()
+    rank_objects.by_name[key] = context
+    return value if verb.returned is Returned.FOLDERS else None
 
 
-@dataclass(frozen=True)
-class ExitContext:
-    """Leaves a context."""
-
-    key: str
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
-        context = rank_objects.by_name.pop(self.key, None)
-        if context is not None:
-            context.__exit__(None, None, None)
+def exit_context(key: str, rank_objects: RankObjects, _: Any) -> None:
+    """Leave a context."""
+    context = rank_objects.by_name.pop(key, None)
+    if context is not None:
+        context.__exit__(None, None, None)
 
 
 # ---- checkpoints
 
 
-@dataclass(frozen=True)
-class Sees:
-    """Returns whether the process sees a file, and the name of its host."""
-
-    path: Path
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> tuple[bool, str]:
-        return self.path.exists(), socket.gethostname()
+def sees(path: Path, rank_objects: RankObjects, _: Any) -> tuple[bool, str]:
+    """Return whether the process sees a file, and the name of its host."""
+    return path.exists(), socket.gethostname()
 
 
 @dataclass
@@ -299,35 +241,22 @@ class CarriedState:
         self.state = state_dict
 
 
-@dataclass(frozen=True)
-class Load:
-    """Loads a checkpoint. Returns the version, and the states of the driver's objects."""
-
-    engine: str
-    meta: SaveLoadMeta
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> tuple[int, dict[str, dict[str, Any]]] | None:
-        engine = rank_objects.engine(self.engine)
-        carried = {name: CarriedState() for name in self.meta.stateful}
-        engine.load(dataclasses.replace(self.meta, stateful=dict(carried)))
-        return (
-            (engine.version, {name: each.state for name, each in carried.items()}) if rank_objects.rank == 0 else None
-        )
+def load(
+    engine: str, meta: SaveLoadMeta, rank_objects: RankObjects, _: Any
+) -> tuple[int, dict[str, dict[str, Any]]] | None:
+    """Load a checkpoint. Returns the version, and the states of the driver's objects."""
+    own = rank_objects.engine(engine)
+    carried = {name: CarriedState() for name in meta.stateful}
+    own.load(dataclasses.replace(meta, stateful=dict(carried)))
+    return (own.version, {name: each.state for name, each in carried.items()}) if rank_objects.rank == 0 else None
 
 
 # ---- weight transports
 
 
-@dataclass(frozen=True)
-class MakeTransport:
-    """Makes a weight transport on every rank."""
-
-    engine: str
-    make: Handle
-    key: str
-
-    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
-        rank_objects.by_name[self.key] = self.make.get()(rank_objects.engine(self.engine))
+def make_transport(engine: str, make: Handle, key: str, rank_objects: RankObjects, _: Any) -> None:
+    """Make a weight transport on every rank."""
+    rank_objects.by_name[key] = make.get()(rank_objects.engine(engine))
 
 
 @dataclass(frozen=True)
@@ -343,7 +272,7 @@ class OnTransport:
     def __call__(self, rank_objects: RankObjects, _: Any) -> Any:
         arguments = resolved(self.arguments)
         if self.key not in rank_objects.by_name:
-            MakeTransport(self.engine, self.make, self.key)(rank_objects, None)
+            make_transport(self.engine, self.make, self.key, rank_objects, None)
         if self.method == "send":
             arguments["source"] = rank_objects.engine(self.engine)
         value = getattr(rank_objects.by_name[self.key], self.method)(**arguments)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from areal.api import BatchForm, MicroBatchSpec, StepOutput
+from areal.api import BatchForm, MicroBatch, MicroBatchList, MicroBatchSpec, StepOutput
 from areal.api.engine import BatchInput
 from areal.engine.batch_rules import empty_batch
 from areal.utils.data import BatchPlan, deal, deal_sharing, plan_batch, read_batch, sequence_cost
@@ -136,6 +136,39 @@ class ShardPlan:
             for i, value in zip(self.indices[rank], part, strict=True):
                 merged[i] = here(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, here, value)
         return merged
+
+
+@dataclass(frozen=True)
+class RemoteMicroBatches(MicroBatchList):
+    """The layout of the micro-batches of all coordinates. Their tensors are on the ranks.
+
+    ``real``, ``n_tokens`` and ``restore`` work as for the micro-batches of an engine: micro-batches are ordered by coordinate, and samples have
+    their index in the caller's batch.
+
+    Attributes:
+        key: name of the micro-batches on the ranks.
+    """
+
+    key: str = ""
+
+
+def joined_layouts(plan: ShardPlan, lists: Sequence[MicroBatchList], key: str) -> RemoteMicroBatches:
+    """Return the micro-batches of all coordinates as one list.
+
+    Args:
+        plan: division of the batch.
+        lists: layouts of the micro-batches of each coordinate.
+        key: name of the micro-batches on the ranks.
+    """
+    real: list[MicroBatch] = []
+    for samples, mbs in zip(plan.indices, lists, strict=True):
+        for mb in mbs.real:
+            sample_ids = tuple(samples[i] for i in mb.sample_ids)
+            real.append(replace(mb, index=len(real), sample_ids=sample_ids))
+    dropped = sorted(samples[i] for samples, mbs in zip(plan.indices, lists, strict=True) for i in mbs.dropped)
+    # All ranks name the same adapters.
+    adapters = lists[0].adapters
+    return RemoteMicroBatches(mbs=tuple(real), form=plan.form, dropped=tuple(dropped), adapters=adapters, key=key)
 
 
 def _described(value: Any) -> str:

@@ -7,12 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal.inference.http.rollout import HTTPRollout
-    from areal.inference.http.servers.dialect import Dialect
-    from areal.inference.http.servers.sglang import SGLang
-    from areal.inference.http.servers.vllm import VLLM
-    from areal.inference.local.rollout import LocalRollout
-    from areal.inference.protocol import Completion, FinishReason, RolloutClient, Sampling, TopTokens
+    from areal.inference.http.rollout import HTTPRollout as HTTPRollout
+    from areal.inference.http.servers.dialect import Dialect as Dialect
+    from areal.inference.http.servers.sglang import SGLang as SGLang
+    from areal.inference.http.servers.vllm import VLLM as VLLM
+    from areal.inference.local.rollout import LocalRollout as LocalRollout
+    from areal.inference.protocol import Completion as Completion
+    from areal.inference.protocol import FinishReason as FinishReason
+    from areal.inference.protocol import RolloutClient as RolloutClient
+    from areal.inference.protocol import Sampling as Sampling
+    from areal.inference.protocol import TopTokens as TopTokens
 
 _HOMES = {
     "Completion": "areal.inference.protocol",
@@ -27,18 +31,7 @@ _HOMES = {
     "VLLM": "areal.inference.http.servers.vllm",
 }
 
-__all__ = [
-    "VLLM",
-    "Completion",
-    "Dialect",
-    "FinishReason",
-    "HTTPRollout",
-    "LocalRollout",
-    "RolloutClient",
-    "SGLang",
-    "Sampling",
-    "TopTokens",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +63,6 @@ class _Config(ctypes.Structure):
 
 _COMM = ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "ncclGetVersion": (ctypes.POINTER(ctypes.c_int),),
     "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
     "ncclCommInitRankConfig": (
         ctypes.POINTER(_COMM),
@@ -73,8 +72,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
         ctypes.POINTER(_Config),
     ),
     "ncclCommGetAsyncError": (_COMM, ctypes.POINTER(ctypes.c_int)),
-    "ncclCommFinalize": (_COMM,),
-    "ncclCommDestroy": (_COMM,),
     "ncclCommAbort": (_COMM,),
     "ncclAllReduce": (
         ctypes.c_void_p,
@@ -140,29 +137,11 @@ class NCCLLibrary:
         text = self._lib.ncclGetErrorString(result)
         return f"{text.decode() if text else 'unknown error'} (ncclResult_t {result})"
 
-    @property
-    def version(self) -> tuple[int, int, int]:
-        """Version of the library."""
-        number = ctypes.c_int()
-        self.call("ncclGetVersion", ctypes.byref(number))
-        return number.value // 10000, number.value // 100 % 100, number.value % 100
-
     def unique_id(self) -> bytes:
         """Return a new id, ``[128]`` bytes. It must reach all members of the communicator."""
         made = _UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
-
-
-class DeviceStream(Protocol):
-    """Members of ``torch.cuda.Stream`` that a communicator uses."""
-
-    @property
-    def cuda_stream(self) -> int:
-        """Handle of the stream."""
-
-    def query(self) -> bool:
-        """Return True if all work on the stream has ended."""
 
 
 class NCCLCommunicator:
@@ -184,7 +163,7 @@ class NCCLCommunicator:
     """
 
     def __init__(
-        self, library: NCCLLibrary, unique_id: bytes, rank: int, size: int, stream: DeviceStream, seconds: float
+        self, library: NCCLLibrary, unique_id: bytes, rank: int, size: int, stream: torch.cuda.Stream, seconds: float
     ) -> None:
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise ValueError(f"unique_id has {len(unique_id)} bytes: it must have {UNIQUE_ID_BYTES}")
@@ -218,18 +197,6 @@ class NCCLCommunicator:
             comm, self._comm = self._comm, None
             if comm is not None and comm.value:
                 self._library.call("ncclCommAbort", comm)
-
-    def destroy(self, seconds: float) -> None:
-        """End the collectives and release the communicator. May be called twice."""
-        if self._comm is None:
-            return
-        deadline = time.monotonic() + seconds
-        self._start("ncclCommFinalize", lambda comm: (comm,))
-        self._settle(deadline, f"the communicator did not end within {seconds:g} s")
-        with self._lock:
-            comm, self._comm = self._comm, None
-            if comm is not None:
-                self._library.call("ncclCommDestroy", comm)
 
     def _run(self, name: str, arguments: tuple[Any, ...], seconds: float) -> None:
         """Start a collective on the stream, and wait until the stream is idle."""

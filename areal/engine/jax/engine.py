@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +22,7 @@ from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
 from areal.engine.jax.bridge import ForwardCall
 from areal.engine.jax.checkpoint import JAXCheckpointer
-from areal.engine.jax.inputs import Sizes
-from areal.engine.jax.local_streams import LocalStreams
+from areal.engine.jax.inputs import LocalStreams, Sizes
 from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
 from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
@@ -34,7 +34,6 @@ from areal.engine.jax.offload import JAXMemory
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.runtime import world
 from areal.engine.jax.runtime.compilation import CompileWatch, use_cache
-from areal.engine.jax.runtime.tracing import traced
 from areal.engine.jax.weights import JAXWeights
 from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
@@ -192,3 +191,18 @@ class JAXEngine(BaseTrainEngine):
             "compile": "each shape of a micro-batch",
             "gradient reduction": "on each micro-batch",
         }
+
+
+@contextmanager
+def traced(profile: AbstractContextManager[dict[int, Path]], rank: int, *, stacks: bool) -> Iterator[dict[int, Path]]:
+    """Add a trace of JAX, in the subfolder ``jax-rank0`` of rank 0 and so on, to a profile of the template.
+
+    Args:
+        profile: context that gives the folder of each rank.
+        rank: int. Number in the name of the subfolder.
+        stacks: add calls of Python functions.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = int(stacks)
+    with profile as folders, jax.profiler.trace(str(folders[rank] / f"jax-rank{rank}"), profiler_options=options):
+        yield folders

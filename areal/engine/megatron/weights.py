@@ -4,6 +4,7 @@ slices.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from areal.api.config import TrainEngineConfig, torch_dtype
@@ -23,11 +24,12 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice, SliceKey
 from areal.engine.checkpoint.huggingface import Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.engine.checkpoint.tensor_layout import disk_layout, joined
 from areal.engine.megatron.model.packed_gpt import PackedGPT
-from areal.engine.megatron.random_init import draw_weights
 from areal.engine.megatron.weight_mapping import EMBEDDING, LocalParameter, local_parameters
 from areal.engine.model.classifier import VALUE_HEAD
 from areal.engine.model.hub import model_folder
+from areal.engine.model.random_init import draw
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
 
@@ -334,3 +336,26 @@ def _model_group(groups: ProcessGroupCollection) -> dist.ProcessGroup:
     if tp % experts == 0:
         return groups.mp
     return groups.tp_ep_pp if experts % tp == 0 else groups.intra_dist_opt
+
+
+def draw_weights(
+    config: PretrainedConfig, seed: int, dtype: torch.dtype, take: Callable[[dict[str, Tensor]], None]
+) -> None:
+    """Draw the weights of a model from its configuration. The full model is never in memory.
+
+    Args:
+        config: configuration of the Hugging Face model.
+        seed: seed of the weights.
+        dtype: dtype in which weights are drawn.
+        take: called with the tensors of each block by their names on disk, in full and on the CPU.
+    """
+    with torch.device("meta"):
+        # A copy, because building a model changes the configuration.
+        hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    layout = disk_layout(hf)
+
+    # One drawn tensor may be several on disk, e.g. stacked experts.
+    def named(block: dict[str, Tensor]) -> None:
+        take(dict(joined((piece, piece.cut(full)) for name, full in block.items() for piece in layout[name])))
+
+    draw(hf, seed, named)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from areal.inference.http.answer import Answer
 from areal.inference.http.folder_update import restore_server, update_server
-from areal.inference.http.prefix_affinity import Affinity
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
-from areal.inference.http.server_sleep import sleep_server, wake_server
-from areal.inference.http.server_state import Away, Lost, ServerWeights, Serving, Taken, Updating
-from areal.inference.http.update_times import UpdateTimes
+from areal.inference.http.server_state import Away, Lost, ServerWeights, Serving, Taken, UpdateTimes, Updating
 
 T = TypeVar("T")
 
@@ -284,3 +282,72 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def sleep_server(server: Server, seconds: float) -> str:
+    """Pause a server and free its device memory. Returns the error, after which the server runs on, or an empty string."""
+    try:
+        routes = await server.known_routes(time.monotonic() + seconds)
+        if routes.sleeps is None:
+            raise ValueError(f"{server.url}: servers of this kind cannot sleep")
+        await server.connection.send(routes.pauses.interrupt, seconds)
+        await server.connection.send(routes.sleeps.sleep, seconds)
+    except (RuntimeError, ValueError) as error:
+        if server.routes is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                await server.connection.send(server.routes.pauses.resume, seconds)
+        return str(error)
+    return ""
+
+
+async def wake_server(server: Server, seconds: float) -> str:
+    """Take the device memory back, and resume. Returns the error, after which the weights are unknown, or an empty string."""
+    try:
+        routes = await server.known_routes(time.monotonic() + seconds)
+        if routes.sleeps is None:
+            return ""
+        for call in (routes.sleeps.wake, routes.pauses.resume):
+            await server.connection.insist(call, time.monotonic() + seconds)
+    except (RuntimeError, ValueError) as error:
+        server.enter(Lost(f"{server.url} did not wake up"))
+        return str(error)
+    if not routes.sleeps.keeps_weights:
+        server.enter(Lost(f"{server.url} has slept without a backup of its weights: send an update"))
+    return ""
+
+
+_BLOCK = 64
+"""Tokens of a block. Prefixes are compared block by block."""
+_REMEMBERED = 2**16
+"""Maximum number of prefixes."""
+
+
+class Affinity:
+    """Remembers the server that last had a prefix: answers of one group, and the turns of one episode, share theirs."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[int, str] = OrderedDict()
+
+    def find(self, prompt: Sequence[int]) -> str | None:
+        """Return the URL of the server with the longest prefix of a prompt."""
+        found = None
+        # From the shortest prefix: the last that is known is the longest.
+        for key in _prefixes(prompt):
+            found = self._places.get(key, found)
+        return found
+
+    def note(self, prompt: Sequence[int], url: str) -> None:
+        """Record that a server computes a prompt."""
+        for key in _prefixes(prompt):
+            self._places[key] = url
+            self._places.move_to_end(key)
+        while len(self._places) > _REMEMBERED:
+            self._places.popitem(last=False)
+
+
+def _prefixes(prompt: Sequence[int]) -> Iterator[int]:
+    """Yield a key of each prefix that ends with a block, from the shortest; the last is the whole prompt."""
+    key = 0
+    for start in range(0, len(prompt), _BLOCK):
+        key = hash((key, *prompt[start : start + _BLOCK]))
+        yield key

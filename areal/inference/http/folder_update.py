@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
-from areal.inference.http.server_state import Away, Lost, Outdated, ServerWeights, Serving, Updating
-from areal.inference.http.update_times import UpdateTimes
+from areal.inference.http.server_state import Away, Lost, Outdated, ServerWeights, Serving, UpdateTimes, Updating
 
 
 async def update_server(server: Server, weights: ServerWeights, times: UpdateTimes) -> str:

@@ -19,16 +19,15 @@ from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.inference.http.answer import Answer
-from areal.inference.http.checks.model_check import ModelCheck
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
+from areal.inference.http.group.sender import Members
 from areal.inference.http.label import Owner
-from areal.inference.http.members import Members
+from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import ServerConnection, Unavailable
-from areal.inference.http.server_state import Outdated
+from areal.inference.http.server_state import Outdated, UpdateTimes
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
-from areal.inference.http.update_times import UpdateTimes
 from areal.inference.http.updates import WeightUpdates
 from areal.inference.protocol import Completion, Sampling, checked_prompt
 from areal.inference.stop_strings import StopStrings

@@ -9,14 +9,23 @@ import time
 from typing import Any, TypeVar
 
 from areal.inference.http.answer import Answer
-from areal.inference.http.checks.model_check import ModelCheck
 from areal.inference.http.label import LABEL_SECONDS, Owner, ServerLabel, WrongLabel
+from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server_connection import HEALTH, ServerConnection, StatusError, Unavailable, UnexpectedStatus
-from areal.inference.http.server_state import Away, Lost, Outdated, ServerState, ServerWeights, Serving, Taken, Updating
+from areal.inference.http.server_state import (
+    Away,
+    Lost,
+    Outdated,
+    ServerState,
+    ServerWeights,
+    Serving,
+    Taken,
+    UpdateTimes,
+    Updating,
+)
 from areal.inference.http.servers.dialect import Dialect, ReplyPart, Routes
 from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
-from areal.inference.http.update_times import UpdateTimes
 
 R = TypeVar("R", bound=ReplyBody)
 

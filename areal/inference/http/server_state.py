@@ -86,3 +86,11 @@ class Updating:
 
 
 ServerState = Serving | Away | Outdated | Lost | Taken | Updating
+
+
+@dataclass(frozen=True)
+class UpdateTimes:
+    """Time limits of an update, in seconds: of each step, and for interrupted requests to return."""
+
+    step: float
+    drain: float

@@ -1,4 +1,4 @@
-"""Ways of an engine's weights to the servers of a fleet: a folder with the model or an adapter, or a process group."""
+"""Ways of an engine's weights to the servers of a fleet: a folder with the model or an adapter, which is checked, or a process group."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.atomic_dir import prune
-from areal.inference.http.checks.completeness import Completeness
+from areal.engine.checkpoint.safetensors import TensorFiles
+from areal.engine.model.hub import read_config
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import PACKED_BYTES
 from areal.inference.http.group.process_group_transport import ProcessGroupTransport
-from areal.inference.http.members import Members
+from areal.inference.http.group.sender import Members
 from areal.inference.http.server_state import Away
 from areal.inference.http.servers.dialect import Dialect
 from areal.utils.distributed import EngineLostError
-from areal.weight_sync.apply import StreamSource
+from areal.weight_sync.apply import Replica, StreamSource
 from areal.weight_sync.disk import DiskTransport, version_name
 from areal.weight_sync.transport import Transport
 
@@ -175,3 +177,42 @@ class WeightUpdates:
         if self._transport is None:
             raise ValueError("folder = None and carrier = None: pass one of them to send weights")
         return self._transport
+
+
+class Completeness:
+    """Names of the weights of a model.
+
+    Args:
+        model: directory or hub name of the model; ``None`` if unknown. Nothing is checked then.
+    """
+
+    def __init__(self, model: str | None) -> None:
+        self._model = model
+        self._replica: Replica | None = None
+
+    def check(self, folder: Path) -> None:
+        """Raise if a directory lacks a weight.
+
+        A directory with names that the model does not have is left to the server, which says what does not fit.
+
+        Raises:
+            ValueError: it does; names the first one.
+        """
+        if self._model is None or not folder.is_dir():
+            return
+        if self._replica is None:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(read_config(self._model))
+            self._replica = Replica(model)
+        known, found = set(self._replica), set[str]()
+        with TensorFiles.of_model(folder) as files:
+            for name in files:
+                try:
+                    found.add(self._replica.resolve(name, files.shape(name)))
+                except ValueError:
+                    return
+        missing = sorted(known - found)
+        if missing:
+            raise ValueError(
+                f"{folder} lacks {missing[0]!r} and {len(missing) - 1} others: servers would keep their old values; send all tensors"
+            )

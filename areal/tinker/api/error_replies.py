@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from starlette.exceptions import HTTPException
 
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.service.errors import BusyError, ConflictError, NotFoundError, SessionOverError
-
-logger = logging.getLogger(__name__)
 
 
 class BodyError(Exception):

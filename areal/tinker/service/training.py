@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from areal.tinker.backends.backend import TrainingBackend
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
@@ -21,11 +21,8 @@ from areal.tinker.service.sampling import Samplers
 from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.futures import Category, Futures
-from areal.tinker.service.verbs.dispatched import DispatchedTurn
 from areal.tinker.service.verbs.models import CreateModel
-from areal.tinker.service.verbs.verb import Capabilities
-
-_T = TypeVar("_T")
+from areal.tinker.service.verbs.verb import Capabilities, RequestTurn
 
 MAX_MODELS_PER_CALL = 64
 """Most requests, each of another model, that are given to a backend in one call. The backend divides them into passes."""
@@ -252,7 +249,7 @@ class Training:
                 if isinstance(result, Exception):
                     raise result
                 return result
-            turn = DispatchedTurn(
+            turn = RequestTurn(
                 model=model,
                 seq=entry.seq,
                 prepared=entry.prepared,
@@ -262,7 +259,7 @@ class Training:
                 thread=self._thread,
                 end_turn=(lambda: None) if model.asleep else self.end_turn,
                 store_state=partial(self._recovery.store_state, model),
-                close_model=partial(self.close_model, model, "released"),
+                release_model=partial(self._release_model, model),
             )
             return await request.run(turn)
         finally:
@@ -308,6 +305,11 @@ class Training:
         return None if model.closed is not None or model.asleep else await self._recovery.save_timed_out(model)
 
     # ------------------------------------------------------------------ help
+
+    async def _release_model(self, model: LiveModel, reason: str) -> None:
+        """End a model in the turn of one of its requests, which is answered when it ends."""
+        model.running = ()
+        await self.close_model(model, "released", reason, "user")
 
     async def _release_adapter(self, model: LiveModel) -> None:
         """Release the adapter of a closed model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 logger = logging.getLogger(__name__)
 
 _PREFIX = "/jax/core/compile/"
-_PROGRAM = f"{_PREFIX}backend_compile_duration"
+PROGRAM = f"{_PREFIX}backend_compile_duration"
 """Event of each program that is compiled, or read from the cache on disk."""
 
 SHOWN = ("_evaluate", "_forward", "_pull", "_update")
@@ -62,33 +62,10 @@ class CompileWatch:
         inner = sum(end - start for start, end in self._spans if start >= start_time)
         self._spans = [*(span for span in self._spans if span[0] < start_time), (start_time, end_time)]
         self._spent(max(end_time - start_time - inner, 0.0))
-        if event == _PROGRAM:
+        if event == PROGRAM:
             self.n_programs += 1
             name = str(about.get("fun_name", "a program"))
             if self.logs and any(shown in name for shown in SHOWN):
                 total = sum(end - start for start, end in self._spans)
                 logger.info("JAX: compiled %s (%s) in %.1f s, program %d", name, self.shapes, total, self.n_programs)
             self._spans.clear()
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Count the programs that JAX needs inside: ``programs``, and of them ``compiled``, the others being read from the cache on disk."""
-    counts = {"programs": 0, "compiled": 0}
-
-    def listen_seconds(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == _PROGRAM:
-            counts["programs"] += 1
-            counts["compiled"] += 1
-
-    def listen(event: str, **_: str | int) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            counts["compiled"] -= 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen_seconds)
-    jax.monitoring.register_event_listener(listen)
-    try:
-        yield counts
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen_seconds)
-        jax.monitoring.unregister_event_listener(listen)

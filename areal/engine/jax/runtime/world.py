@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax
@@ -18,7 +21,6 @@ from jax.extend.backend import clear_backends
 from jaxlib import _jax
 
 from areal.engine.jax.runtime import coordinator
-from areal.engine.jax.runtime.connections import Address, listening, shut_down
 from areal.utils import platform
 from areal.utils.distributed import ControlPlane
 
@@ -225,3 +227,50 @@ def _connect(host: str, service: coordinator.Coordinator, control: ControlPlane,
     state.process_id, state.num_processes = control.rank, control.size
     state.coordinator_address, state.client = address, client
     _memberships.append(_Membership(lifeline))
+
+
+# ---- connections of JAX's collectives on a CPU
+
+
+Address = tuple[str, int]
+
+
+def listening() -> set[Address]:
+    """Return the addresses at which this process listens."""
+    found = set()
+    for connection in _sockets():
+        with connection, contextlib.suppress(OSError):
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(_address(connection.getsockname()))
+    return found
+
+
+def shut_down(listeners: set[Address]) -> None:
+    """Shut down all connections with one of these listening addresses at either end. Threads that wait for one get an error.
+
+    JAX cannot abort a collective. If its connections are shut down, it raises, as those of torch's gloo groups do
+    (:mod:`areal.utils.group_set`). JAX opens them when a program first needs them: they are recognized by their ports.
+    """
+    for connection in _sockets():
+        # A socket without a peer is a listener, or not of TCP.
+        with connection, contextlib.suppress(OSError):
+            if {_address(connection.getsockname()), _address(connection.getpeername())} & listeners:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yield duplicates of this process's TCP sockets; nothing where the system does not list them."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                duplicate = socket.socket(fileno=os.dup(int(name)))
+                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+                    yield duplicate
+                else:
+                    duplicate.close()
+
+
+def _address(name: tuple[str, int]) -> Address:
+    return name[0], name[1]

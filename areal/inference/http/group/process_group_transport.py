@@ -7,8 +7,7 @@ import torch
 from areal.api.control import Control
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import CHUNK_BYTES
-from areal.inference.http.group.sender import GroupSender
-from areal.inference.http.members import Members
+from areal.inference.http.group.sender import GroupSender, Members
 from areal.inference.http.servers.group_routes import GroupRoutes
 from areal.weight_sync.transport import Transport
 

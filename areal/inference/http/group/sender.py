@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
+import httpx2
+
 from areal.api.weights import UpdateKind, WeightUpdateMeta
-from areal.inference.http.group.carrier import Carrier
+from areal.inference.http.fleet import Fleet
+from areal.inference.http.group.carrier import Carrier, in_thread
 from areal.inference.http.group.chunk import Chunk, ChunkMemory, cut_chunks
-from areal.inference.http.group.round import Round, is_gone
-from areal.inference.http.members import Members
+from areal.inference.http.label import Owner
+from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.servers.group_routes import GroupRoutes
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
@@ -219,3 +223,120 @@ class GroupSender:
 
 def _is_unanswered(error: BaseException | None) -> bool:
     return isinstance(error, Unavailable) and error.status is None
+
+
+_NAMING_SECONDS = 2.0
+"""Time for the servers to say what went wrong, after the carrier has failed."""
+
+
+class Round:
+    """Requests that end together with a call of the carrier. Started at once.
+
+    Args:
+        what: name of the work, for errors.
+        calls: requests by URL.
+        carrier: carrier, which is aborted after an error.
+        work: call of the carrier.
+        seconds: time limit.
+    """
+
+    def __init__(
+        self, what: str, calls: Mapping[str, Future[Any]], carrier: Carrier, work: Callable[[], None], seconds: float
+    ) -> None:
+        self._what, self._calls, self._carrier = what, dict(calls), carrier
+        self._deadline, self._seconds = time.monotonic() + seconds, seconds
+        self._work = in_thread(work, "weight-carrier")
+
+    def end(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: a server failed, or did not answer in time, or the carrier failed. Names the servers.
+        """
+        everything = [self._work, *self._calls.values()]
+        done, _ = wait(everything, max(0.0, self._deadline - time.monotonic()), FIRST_EXCEPTION)
+        if len(done) == len(everything) and not any(each.exception() for each in done):
+            return
+        # Servers that failed by themselves, before the carrier left the others alone.
+        first = self._failed()
+        if not first and self._work in done:
+            wait(self._calls.values(), _NAMING_SECONDS, FIRST_EXCEPTION)
+            first = self._failed()
+        silent = self._silent() if not first and self._work not in done else {}
+        self._carrier.abort()
+        wait(everything, _NAMING_SECONDS)
+        # A server that is gone explains the errors of the others.
+        gone = {url: text for url, text in self._failed().items() if is_gone(self._calls[url].exception())}
+        own = self._work.exception() if self._work.done() else None
+        texts = list((gone or {**first, **silent, **self._failed()}).values()) or ([str(own)] if own else [])
+        raise RuntimeError(f"{self._what}: {'; '.join(texts) or f'it did not end within {self._seconds:g} s'}")
+
+    def _failed(self) -> dict[str, str]:
+        return {url: str(call.exception()) for url, call in self._calls.items() if call.done() and call.exception()}
+
+    def _silent(self) -> dict[str, str]:
+        return {
+            url: f"{url}: no answer within {self._seconds:g} s" for url, call in self._calls.items() if not call.done()
+        }
+
+
+def is_gone(error: BaseException | None) -> bool:
+    """Return True for the error of a request whose connection was refused or closed. A time limit may be the fault of another server."""
+    if not isinstance(error, Unavailable) or error.status is not None:
+        return False
+    return not isinstance(error.__cause__, TimeoutError | httpx2.TimeoutException)
+
+
+class Members:
+    """The servers of a fleet that receive an update together. Called from the thread of the trainer, which waits for each call.
+
+    Servers that are away when an update begins, or lose their weights in it, get no requests until a later update.
+
+    Args:
+        fleet: the servers.
+        owner: whose labels the servers get.
+    """
+
+    def __init__(self, fleet: Fleet, owner: Owner) -> None:
+        self._fleet, self._owner = fleet, owner
+        self._members: dict[str, Server] = {}
+
+    def members(self) -> Mapping[str, int]:
+        """Return the servers that can be reached, for the next update: URL -> number of restarts that the fleet has noticed.
+
+        Raises:
+            RuntimeError: no server is left.
+        """
+        self._members = {server.url: server for server in self._fleet.submit(self._fleet.reachable()).result()}
+        return {url: server.restarts for url, server in self._members.items()}
+
+    def lost(self) -> tuple[list[str], int]:
+        """Return the members of the last update that do not answer any more, and the number of servers that do."""
+        try:
+            reachable = {server.url for server in self._fleet.submit(self._fleet.reachable()).result()}
+        except RuntimeError:
+            reachable = set()
+        return [url for url in self._members if url not in reachable], len(reachable)
+
+    def call(self, url: str, call: HTTPCall[R], seconds: float) -> Future[R]:
+        """Send a request to a member, without retries. Returns at once.
+
+        The future raises :class:`~areal.inference.http.server_connection.Unavailable`, another ``RuntimeError`` or a ``ValueError`` that
+        names the server.
+        """
+        return self._fleet.submit(self._members[url].connection.send(call, seconds))
+
+    def label(self, version: int) -> str:
+        """Return the name that the servers give the weights of a version."""
+        return self._owner.label(version)
+
+    def hold(self) -> None:
+        """Stop generation on all members, until :meth:`release`; see :meth:`Fleet.hold`."""
+        self._fleet.submit(self._fleet.hold(self._list())).result()
+
+    def release(self, version: int | None, faults: Mapping[str, str]) -> None:
+        """Continue generation on all members. Called once after each :meth:`hold`, also if that failed; see :meth:`Fleet.release`."""
+        self._fleet.submit(self._fleet.release(self._list(), version, faults)).result()
+
+    def _list(self) -> list[Server]:
+        return list(self._members.values())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.dispatch.executor import RankObjects
-from areal.dispatch.rank_calls import Initialize, Load
+from areal.dispatch.rank_calls import initialize, load
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import NEEDS_JAX, config, global_batch, local_batch, loss, same_bits, weights_of
 from areal.utils.distributed import EngineLostError, enter_world, leave_world
@@ -30,7 +30,7 @@ def go_on_without_rank_1(before: str, after: str, folder: str) -> None:
         return loss(out, batch)
 
     objects = RankObjects(rank, 2)
-    Initialize("engine", config(before), SPEC)(objects, None)
+    initialize("engine", config(before), SPEC, objects, None)
     engine = objects.engine("engine")
     engine.train_batch(local_batch(engine, global_batch()), loss)
     engine.save(meta)
@@ -45,8 +45,8 @@ def go_on_without_rank_1(before: str, after: str, folder: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     enter_world(0, 1, (0, 1), "127.0.0.1", store.port)
     objects = RankObjects(0, 1)
-    Initialize("engine", config(after), SPEC)(objects, None)
-    Load("engine", meta)(objects, None)
+    initialize("engine", config(after), SPEC, objects, None)
+    load("engine", meta, objects, None)
     engine = objects.engine("engine")
     assert dist.get_world_size() == 1
     assert same_bits(weights_of(engine), weights)

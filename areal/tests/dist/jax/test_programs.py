@@ -7,6 +7,8 @@ import json
 import logging
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ pytest.importorskip("jax")
 import jax
 
 from areal.api import MicroBatchSpec
-from areal.engine.jax.runtime.compilation import counted
+from areal.engine.jax.runtime.compilation import PROGRAM
 from areal.tests.dist.jax.compiled import compiled
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import Sample, chosen, global_batch, local_batch, loss, started
@@ -26,6 +28,29 @@ from areal.tests.harness.world import record, world
 
 BUDGET = 96
 """Tokens of a micro-batch in the test of the number of programs."""
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Count the programs that JAX needs inside: ``programs``, and of them ``compiled``, the others being read from the cache on disk."""
+    counts = {"programs": 0, "compiled": 0}
+
+    def listen_seconds(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == PROGRAM:
+            counts["programs"] += 1
+            counts["compiled"] += 1
+
+    def listen(event: str, **_: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            counts["compiled"] -= 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen_seconds)
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield counts
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen_seconds)
+        jax.monitoring.unregister_event_listener(listen)
 
 
 def random_batch(rng: random.Random) -> list[Sample]:

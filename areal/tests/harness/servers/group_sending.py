@@ -8,16 +8,16 @@ from typing import Any, Self
 
 from areal.api.control import Control
 from areal.api.weights import WeightUpdateMeta
-from areal.inference.http.checks.model_check import ModelCheck
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group import Carrier
 from areal.inference.http.group.process_group_transport import ProcessGroupTransport
+from areal.inference.http.group.sender import Members
 from areal.inference.http.label import Owner
-from areal.inference.http.members import Members
+from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import ServerConnection
+from areal.inference.http.server_state import UpdateTimes
 from areal.inference.http.servers.dialect import Dialect
-from areal.inference.http.update_times import UpdateTimes
 from areal.utils.distributed import ControlPlane
 
 

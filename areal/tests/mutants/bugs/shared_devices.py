@@ -127,7 +127,7 @@ def answers_overtake_a_verb_that_waits(right: Function) -> Function:
     return lambda self, turn: self._mover is None and self._fits(turn)
 
 
-@mutant("areal.dispatch.shared_devices.history:History.following", _CYCLE)
+@mutant("areal.dispatch.shared_devices.turns:History.following", _CYCLE)
 def uses_of_a_trainer_are_not_predicted(right: Function) -> Function:
     """The least recently used part leaves in each step of a trainer, too."""
     return lambda self, need: []
@@ -199,7 +199,7 @@ def sleeping_servers_get_weights(right: Function) -> Function:
     return lambda self: None
 
 
-@mutant("areal.inference.http.server_sleep:wake_server", f"{_SLEEP}sglang_without_a_backup_needs_an_update")
+@mutant("areal.inference.http.fleet:wake_server", f"{_SLEEP}sglang_without_a_backup_needs_an_update")
 def lost_weights_of_a_server_are_used(right: Function) -> Function:
     """A server whose weights did not survive its sleep generates."""
 

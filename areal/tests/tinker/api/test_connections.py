@@ -10,7 +10,7 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from areal.cli.connections import connection_class
+from areal.cli.serve import connection_class
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
 

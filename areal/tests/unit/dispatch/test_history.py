@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal.dispatch.shared_devices import Need, Use
-from areal.dispatch.shared_devices.history import History
+from areal.dispatch.shared_devices.turns import History
 
 
 def test_uses_of_a_cycle_are_predicted_from_its_second_round() -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from areal.api import Adapters, TrainEngine
 from areal.dispatch import WorkerGroup
-from areal.dispatch.remote.remote_adapters import GroupAdapters
-from areal.dispatch.table import TABLE, dispatch_table
+from areal.dispatch.table import TABLE, GroupAdapters, dispatch_table
 
 
 def members(interface: type) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from areal.utils.profiling.memory_timeline import BETWEEN, MemoryTimeline
+from areal.utils.profiling.profiler import BETWEEN, MemoryTimeline
 
 
 def memory(ts: float, change: int, device: int = 0) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.api import IGNORE_INDEX, MicroBatchSpec
-from areal.engine.jax.inputs import Sizes, StreamInputs, bucket, row_bucket, walk
-from areal.engine.jax.local_streams import LocalStreams
+from areal.engine.jax.inputs import LocalStreams, Sizes, StreamInputs, bucket, row_bucket, walk
 from areal.engine.jax.model.attention import BLOCK
 from areal.utils.data import plan_batch
 

@@ -31,8 +31,6 @@ class Function:
         self.calls.append((self.name, *arguments))
         if self.name == "ncclCommInitRankConfig":
             arguments[0]._obj.value = 4711
-        if self.name == "ncclGetVersion":
-            arguments[0]._obj.value = 22907
         result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
         if self.name == "ncclCommGetAsyncError":
             arguments[1]._obj.value = result
@@ -160,14 +158,6 @@ def test_another_thread_ends_a_hanging_broadcast() -> None:
     assert library.names().count("ncclCommAbort") == 1
 
 
-def test_communicator_is_finalized_and_destroyed_once() -> None:
-    library = Recorded()
-    communicator = join(library)
-    communicator.destroy(1.0)
-    communicator.destroy(1.0)
-    assert library.names() == ["ncclCommInitRankConfig", "ncclCommFinalize", "ncclCommDestroy"]
-
-
 def test_bad_arguments_are_refused() -> None:
     library = NCCLLibrary(loaded=Recorded())
     with pytest.raises(ValueError, match="unique_id has 3 bytes: it must have 128"):
@@ -198,7 +188,6 @@ def installed() -> NCCLLibrary:
 
 
 def test_installed_library_gives_an_id(installed: NCCLLibrary) -> None:
-    assert installed.version >= (2, 14, 0)
     one, other = installed.unique_id(), installed.unique_id()
     assert len(one) == len(other) == 128
     assert one != other

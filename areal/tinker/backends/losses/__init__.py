@@ -1,1 +1,1 @@
-"""Losses of the protocol as loss functions of an engine: sums over all tokens, one file each, by name in ``table.py``."""
+"""Losses of the protocol as loss functions of an engine: sums over all tokens, by name in ``loss_table.py``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -45,16 +44,6 @@ def target_logprobs(outputs: TokenOutputs) -> Tensor:
     return outputs.logprobs
 
 
-def thresholds(batch: Batch, low: float, high: float) -> tuple[Tensor | float, Tensor | float]:
-    """Return the clip thresholds of each target, or those of the configuration if the batch lacks them."""
-    return batch.get("clip_low_threshold", low), batch.get("clip_high_threshold", high)
-
-
-def clamped(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """Return the ratio, clamped to thresholds, each of which is a number or a tensor."""
-    return ratio.clamp(min=low).clamp(max=high)  # type: ignore[arg-type]
-
-
 def sampling_ratio_metrics(logprobs: Tensor, batch: Batch, clipped: Tensor | None = None) -> dict[str, Metric]:
     """Return metrics of the ratio to the sampling policy: means over the targets whose advantage is not 0.
 
@@ -75,15 +64,6 @@ def sampling_ratio_metrics(logprobs: Tensor, batch: Batch, clipped: Tensor | Non
             means["clipped:mean"] = clipped.to(logprobs.dtype)
         # A sum over no target is 0, and has the weight 0.
         return {name: Metric((x * counted).sum() / weight.clamp(min=1), weight) for name, x in means.items()}
-
-
-def check_thresholds(loss: str, low: float, high: float) -> None:
-    """Raise a ``ValueError`` unless ``0 <= low <= high``."""
-    if math.isnan(low) or math.isnan(high) or not 0 <= low <= high:
-        raise ValueError(
-            f"loss_fn_config of {loss!r}: clip_low_threshold = {low} and clip_high_threshold = {high}: they are bounds of a ratio of "
-            "probabilities, with 0 <= low <= high"
-        )
 
 
 def config_numbers(loss: str, config: Mapping[str, float | str]) -> dict[str, float]:

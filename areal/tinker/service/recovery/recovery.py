@@ -16,7 +16,7 @@ from areal.tinker.backends.errors import BackendLostError, ServerError
 from areal.tinker.service.backend_thread import BackendThread
 from areal.tinker.service.checkpoints import CheckpointRegistry
 from areal.tinker.service.order import Entry, LiveModel
-from areal.tinker.service.recovery.content import changes_model, decode_entry
+from areal.tinker.service.recovery.survivors import changes_model, decode_entry
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.futures import Futures
 from areal.tinker.service.store.tables import futures, journal, models

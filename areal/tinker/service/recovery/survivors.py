@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, select, update
 
+from areal.tinker.backends.prepared import decode_request
 from areal.tinker.service.checkpoints import spec_of
 from areal.tinker.service.order import Entry, LiveModel
-from areal.tinker.service.recovery.content import decode_entry
+from areal.tinker.service.requests import RawChunk, RawDatum, RawTensor
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.tables import futures, journal, models, sessions
+from areal.tinker.service.verbs.verb import TrainingRequest
 
 MAX_ATTEMPTS = 4
 """Ends of the server, or losses of the backend, after which a request that they have interrupted counts as their cause."""
@@ -102,3 +105,24 @@ def _model(row: Any) -> LiveModel:
     model.user_metadata, model.stored_uid = row["user_metadata"], row["snapshot_uid"]
     model.spec = None if row["rank"] is None else spec_of(row)
     return model
+
+
+def decode_entry(request_id: str, seq: int, content: bytes) -> Entry:
+    """Return a request of the journal.
+
+    Raises:
+        KeyError: the content has a type that this release does not have.
+    """
+    types = {each.__name__: each for each in (RawChunk, RawDatum, RawTensor, *_verbs(TrainingRequest))}
+    return Entry(request_id, decode_request(content, types), seq)
+
+
+def changes_model(kind: str) -> bool:
+    """Return whether a request of a kind may have changed its model, and must run again."""
+    return any(verb.kind == kind and verb.changes_model for verb in _verbs(TrainingRequest))
+
+
+def _verbs(base: type[TrainingRequest]) -> Iterator[type[TrainingRequest]]:
+    for verb in base.__subclasses__():
+        yield verb
+        yield from _verbs(verb)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from areal.tinker.backends.backend import ModelLimits, TrainingBackend
 from areal.tinker.backends.errors import UserError
+from areal.tinker.service.backend_thread import BackendThread
 from areal.tinker.service.checkpoints import CheckpointRegistry
 from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.sampling import Samplers
@@ -30,8 +30,8 @@ class Capabilities:
     settings: ServiceSettings
 
 
-@dataclass(frozen=True, eq=False)
-class RequestTurn(ABC):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RequestTurn:
     """The turn of one request, in the order of its model.
 
     Attributes:
@@ -41,6 +41,10 @@ class RequestTurn(ABC):
         backend: training backend. :meth:`call` runs its methods.
         registry: checkpoints.
         samplers: sampling sessions.
+        thread: thread of the backend.
+        end_turn: lets other models have their turns.
+        store_state: stores the model with a state.
+        release_model: ends the model: requests that wait fail with the reason, and its adapter is released.
     """
 
     model: TrainedModel
@@ -49,26 +53,29 @@ class RequestTurn(ABC):
     backend: TrainingBackend
     registry: CheckpointRegistry
     samplers: Samplers
+    thread: BackendThread
+    end_turn: Callable[[], None]
+    store_state: Callable[[str], Awaitable[None]]
+    release_model: Callable[[str], Awaitable[None]]
 
-    @abstractmethod
     async def call(self, function: Callable[..., _T], *args: Any) -> _T:
         """Run a method of the backend on its thread. A request makes one such call. Then other models have their turns."""
+        result = await self.thread.call(function, *args)
+        self.end_turn()
+        return result
 
-    @abstractmethod
     async def require_backend(self) -> None:
         """Start a backend again that could not be restarted.
 
         Raises:
             ServerError: it cannot be started.
         """
+        await self.thread.need()
 
-    @abstractmethod
     async def store_model(self) -> None:
         """Store the adapter that the model has now."""
-
-    @abstractmethod
-    async def release_model(self, reason: str) -> None:
-        """End the model: requests that wait fail with the reason, and its adapter is released."""
+        # The model may have closed while the backend created it.
+        await self.store_state("live" if self.model.closed is None else "released")
 
 
 @dataclass(frozen=True)

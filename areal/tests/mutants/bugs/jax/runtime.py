@@ -42,7 +42,7 @@ def devices_of_processes_in_turn(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.jax.local_streams:LocalStreams.result",
+    "areal.engine.jax.inputs:LocalStreams.result",
     "unit/jax/test_inputs.py::test_streams_of_a_process_are_one_micro_batch",
 )
 def outputs_of_another_stream(right: Function) -> Function:

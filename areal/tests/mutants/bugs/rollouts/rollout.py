@@ -258,7 +258,7 @@ def removed_adapter_keeps_its_memory(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.local.generation_manager:_WakeUp.wait",
+    "areal.inference.local.continuous_batching:_WakeUp.wait",
     SNAPSHOTS.format("test_idle_generator_does_nothing"),
 )
 def idle_generator_polls(right: Function) -> Function:
@@ -376,7 +376,7 @@ def tensors_taken_before_they_are_copied(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.members:Members.release",
+    "areal.inference.http.group.sender:Members.release",
     GROUP.format("test_next_update_heals_servers_that_were_interrupted_by_the_source[*norm*]"),
 )
 def interrupted_servers_go_on(right: Function) -> Function:

@@ -132,7 +132,7 @@ def label_set_without_a_look(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.inference.http.checks.completeness:Completeness.check", OWNER.format("directory_that_lacks_a_weight*"))
+@mutant("areal.inference.http.updates:Completeness.check", OWNER.format("directory_that_lacks_a_weight*"))
 def partial_weights_loaded(right: Function) -> Function:
     """A directory that lacks a weight is loaded."""
     return lambda self, folder: None
@@ -151,7 +151,7 @@ def long_answer_given_up(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.inference.http.prefix_affinity:Affinity.find", MANY.format("answers_of_one_prompt_share_a_server"))
+@mutant("areal.inference.http.fleet:Affinity.find", MANY.format("answers_of_one_prompt_share_a_server"))
 def prefixes_forgotten(right: Function) -> Function:
     """Requests go to the server with the fewest requests only."""
     return lambda self, prompt: None
@@ -187,7 +187,7 @@ def adapter_changes_under_requests(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.members:Members.lost",
+    "areal.inference.http.group.sender:Members.lost",
     "unit/inference/group/test_rollouts.py::test_server_that_dies_in_an_update_does_not_take_the_others_with_it[0-/update_weights-3]",
 )
 def update_dies_with_a_server(right: Function) -> Function:

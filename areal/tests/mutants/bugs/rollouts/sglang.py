@@ -52,7 +52,7 @@ def adapter_loaded_over_another(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.servers.sglang_group:SGLangGroupRoutes.finish",
+    "areal.inference.http.servers.sglang:SGLangGroupRoutes.finish",
     "unit/inference/group/test_group_updates.py::test_sglang_receives_over_a_named_group",
 )
 def session_left_open(right: Function) -> Function:
@@ -61,7 +61,7 @@ def session_left_open(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.checks.model_check:ModelCheck.check",
+    "areal.inference.http.model_check:ModelCheck.check",
     MODELS.format("model_of_another_shape_is_refused[vllm]"),
     MODELS.format("weights_of_the_start_are_those_of_the_model"),
     MODELS.format("other_tokenizer_is_refused[sglang]"),

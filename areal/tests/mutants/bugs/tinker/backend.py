@@ -30,7 +30,7 @@ def requests_of_a_model_share_a_call(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.losses.cross_entropy:CrossEntropy.__call__",
+    "areal.tinker.backends.losses.loss_table:CrossEntropy.__call__",
     SERVER + "test_losses.py::test_weight_of_zero_is_a_request_without_effect",
     SERVER + "test_losses.py::test_value_and_gradient_are_those_of_the_formula[cross_entropy]",
 )

@@ -5,20 +5,20 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from areal.engine.lora.service_names import SERVICE_HEAD
+from areal.engine.lora.peft_format import SERVICE_HEAD
 from areal.tests.mutants.planting import Function, mutant
 
 NAMES = "unit/tinker/backends/test_export_names.py::"
 ENCRYPTION = "unit/tinker/service/test_encryption.py::"
 
 
-@mutant("areal.engine.lora.service_names:service_head", NAMES + "test_tied_head_keeps_its_name")
+@mutant("areal.engine.lora.peft_format:service_head", NAMES + "test_tied_head_keeps_its_name")
 def tied_head_is_merged_into_the_embedding(right: Function) -> Function:
     """The head of a tied model is exported under the service's name: the cookbook merges it into the input embedding, without an error."""
     return lambda model: SERVICE_HEAD
 
 
-@mutant("areal.engine.lora.service_names:rename_head", NAMES + "test_head_has_the_name_of_the_service")
+@mutant("areal.engine.lora.peft_format:rename_head", NAMES + "test_head_has_the_name_of_the_service")
 def configuration_names_another_head(right: Function) -> Function:
     """The weights of an export are renamed, and the modules in its configuration are not."""
     return lambda config, weights, old, new: (dict(config), right(config, weights, old, new)[1])

@@ -33,7 +33,7 @@ def link_to_one_file_opens_all(right: Function) -> Function:
 
 
 @mutant(
-    "areal.cli.connections:connection_class",
+    "areal.cli.serve:connection_class",
     "tinker/api/test_connections.py::test_a_request_that_stays_incomplete_ends_its_connection*",
 )
 def half_a_request_waits_for_ever(right: Function) -> Function:

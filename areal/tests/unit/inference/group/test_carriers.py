@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal.inference.http.group.carrier import in_thread
-from areal.inference.http.group.gloo_carrier import GlooCarrier
+from areal.inference.http.group.carrier import GlooCarrier, in_thread
 
 TIMEOUT = timedelta(seconds=60)
 ROOT = dist.BroadcastOptions()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal.inference.http import SGLang
-from areal.inference.http.checks.model_check import ModelCheck
+from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.servers.dialect import ServedModel
 from areal.inference.http.servers.http_call import HTTPCall
 from areal.tests.grid.models import model_dir

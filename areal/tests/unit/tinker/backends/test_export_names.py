@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal.engine.lora.service_names import rename_head
+from areal.engine.lora.peft_format import rename_head
 from areal.tests.grid.models import model_dir
 from areal.tests.unit.tinker.backends.conftest import Start
 from areal.tests.unit.tinker.backends.reference import data, request, run, trained, weights

@@ -1,1 +1,0 @@
-"""Objects of the driver that stand for objects on the ranks."""
