@@ -95,11 +95,10 @@ class PlainRoutes:
         return [HTTPCall("/load", PlainLoad(folder=folder), Anything)]
 ''',
         LIST: {
-            "from areal.inference.http.rollout import HTTPRollout": (
-                "    from areal.inference.http.servers.plain import Plain\n"
+            "from areal.inference.http.rollout import HTTPRollout as HTTPRollout": (
+                "    from areal.inference.http.servers.plain import Plain as Plain\n"
             ),
             '"LocalRollout": "areal.inference.local.rollout",': '    "Plain": "areal.inference.http.servers.plain",\n',
-            '"LocalRollout",': '    "Plain",\n',
         },
     }
 )
