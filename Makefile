@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -102,6 +102,9 @@ test-kills: $(VENV)/.test ## Kill a Tinker server 30 times and end it once; a cl
 test-vllm: $(VENV)/.test $(VENV)-vllm/.ready ## Run the tests that need a real vLLM server, on the CPU.
 	test -x $(VENV)-vllm/bin/python
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA areal/tests/vllm $(PYTEST_ARGS)
+
+test-verl: $(VENV)-verl/.ready ## Train with verl's own programs on our engines, and compare with verl's engine; on the CPU.
+	OMP_NUM_THREADS=1 $(VENV)-verl/bin/python -m pytest -q -rA areal/tests/verl $(PYTEST_ARGS)
 
 test-tpu: $(VENV)/.test $(VENV)-libtpu/.ready ## Compile the programs of the JAX engine with the compiler of TPUs; no TPU is needed.
 	OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(VENV)-libtpu $(BIN)/python -m pytest -q -rA areal/tests/tpu $(PYTEST_ARGS)
@@ -186,6 +189,12 @@ $(VENV)-vllm/.ready:
 	.ci/venv $(PYTHON) $(VENV)-vllm
 	.ci/pip $(VLLM) || .ci/pip $(VLLM) --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec triton
+	touch $@
+
+# verl imports the last four and does not declare them.
+$(VENV)-verl/.ready: pyproject.toml
+	.ci/venv $(PYTHON) $(VENV)-verl
+	.ci/pip $(VENV)-verl/bin/python --no-compile 'torch>=2.11,<2.14' aiohttp cachetools fastapi uvicorn -e '.[jax,megatron,test,verl]'
 	touch $@
 
 # The wheel alone: it is the compiler, and jax finds it on the path.

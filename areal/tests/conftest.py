@@ -191,6 +191,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         item.user_properties.append((COST, spent() - before))
+        item.user_properties += [(RECORD, record) for record in take_records()]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -22,6 +22,7 @@ LAYERS = {
     "trainer": 5,
     "tinker": 5,
     "cli": 6,
+    "integrations": 6,
 }
 HOMES = {
     "megatron": "engine/megatron",
@@ -43,6 +44,7 @@ HOMES = {
     "tyro": "cli",
     "accelerate": None,
     "rich": None,
+    "verl": "integrations/verl",
     "matplotlib": None,
 }
 """Optional dependencies, each with the folder or file that may import it; ``None`` for those of examples and tests."""
@@ -70,11 +72,11 @@ def api(files: Sources) -> Iterator[str]:
 
 
 def optional_dependencies(files: Sources) -> Iterator[str]:
-    """An optional dependency is imported in one folder."""
+    """An optional dependency is imported in one folder. A framework brings those that its adapter imports."""
     for source in files.library:
         for line, module in imported(source):
             name = module.split(".")[0]
-            if name in HOMES and not source.module.startswith(HOMES[name] or "nowhere"):
+            if name in HOMES and not source.module.startswith((HOMES[name] or "nowhere", "integrations/")):
                 yield source.at(line, f"{name} is optional: import it in {HOMES[name] or 'examples and tests'} only")
 
 

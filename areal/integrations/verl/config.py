@@ -1,0 +1,97 @@
+"""Configuration of the engine in verl, and its translation into that of this library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.config import EngineConfig
+
+from areal.api import LoRAConfig, OptimizerConfig, TrainEngineConfig
+
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+
+
+@dataclass
+class ArealEngineConfig(EngineConfig):
+    """verl's ``engine`` section. ``dtype`` is the dtype of the computation; parameters are kept in float32.
+
+    Attributes:
+        backend: engine and layout of this library, such as ``"fsdp:d2t2"``.
+        options: further fields of :class:`~areal.api.TrainEngineConfig`, such as ``{"fp32_head": True}``.
+    """
+
+    strategy: str = "areal"
+    backend: str = "fsdp:d1"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def translated(model: Any, engine: ArealEngineConfig, optimizer: Any) -> TrainEngineConfig:
+    """Return the configuration of an engine for the sections of verl's.
+
+    Args:
+        model: ``HFModelConfig`` of verl.
+        engine: section of this engine.
+        optimizer: ``FSDPOptimizerConfig`` of verl, or ``None``.
+
+    Raises:
+        ValueError: an option of verl cannot be honoured; names the option, its value and the way out.
+    """
+    _refuse_unsupported(model, engine, optimizer)
+    fields: dict[str, Any] = {
+        "path": model.local_path,
+        "backend": engine.backend,
+        "dtype": DTYPES[engine.dtype],
+        "seed": engine.seed,
+        "deterministic": engine.full_determinism,
+        "activation_checkpointing": "full" if model.enable_gradient_checkpointing else "none",
+        "value_head": model.model_type == "value_model",
+    }
+    if model.lora_rank:
+        targets = model.target_modules
+        names = targets.replace("_", "-") if targets in ("all-linear", "all_linear") else targets
+        fields["lora"] = LoRAConfig(
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=names if isinstance(names, str) else tuple(names),
+        )
+    if optimizer is not None and not engine.forward_only:
+        # verl owns the schedule: it sets the rate of each step.
+        fields["optimizer"] = OptimizerConfig(
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            beta1=optimizer.betas[0],
+            beta2=optimizer.betas[1],
+            gradient_clipping=optimizer.clip_grad,
+        )
+    return TrainEngineConfig(**{**fields, **dict(engine.options)})
+
+
+def _refuse_unsupported(model: Any, engine: ArealEngineConfig, optimizer: Any) -> None:
+    """Raise for options that have no meaning for this library's engines, and would be ignored."""
+    override = {name: value for name, value in (model.override_config or {}).items() if name != "attn_implementation"}
+    # Each option with its value, and the values that an engine honours.
+    options: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "engine.dtype": (engine.dtype, tuple(DTYPES)),
+        "engine.router_replay.mode": (engine.router_replay.mode, ("disabled",)),
+        "model.use_liger": (model.use_liger, (False,)),
+        "model.use_fused_kernels": (model.use_fused_kernels, (False,)),
+        "model.use_remove_padding": (model.use_remove_padding, (True,)),
+        "model.lora_adapter_path": (model.lora_adapter_path, (None,)),
+        "model.exclude_modules": (model.exclude_modules, (None,)),
+        "model.target_parameters": (model.target_parameters, (None,)),
+        "model.override_config": (override or None, (None,)),
+    }
+    if optimizer is not None:
+        extra = getattr(optimizer, "override_optimizer_config", None) or None
+        options |= {
+            "optim.optimizer": (getattr(optimizer, "optimizer", "AdamW"), ("AdamW",)),
+            "optim.optimizer_impl": (getattr(optimizer, "optimizer_impl", "torch.optim"), ("torch.optim",)),
+            "optim.override_optimizer_config": (extra, (None,)),
+        }
+    for name, (value, honoured) in options.items():
+        if value not in honoured:
+            raise ValueError(
+                f"{name} = {value!r} with engine.strategy = 'areal', which honours {' or '.join(map(repr, honoured))}: leave it out, or choose "
+                "another engine of verl"
+            )

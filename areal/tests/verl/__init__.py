@@ -1,0 +1,1 @@
+"""verl, unmodified, on the engines of this library: run by ``make test-verl``."""
