@@ -65,11 +65,13 @@ def tree(suffixes: tuple[str, ...] = ("",)) -> set[str]:
 
 def test_wheel_has_the_package_without_its_tests(built: tuple[Path, Path]) -> None:
     files = {name for name in zipfile.ZipFile(built[1]).namelist() if ".dist-info/" not in name}
-    # Modules and data: py.typed, the pages and the protocol of the server.
+    # Modules and data: py.typed, the pages and the protocol of the server, a section of verl's configuration.
     wanted = {
-        name for name in tree((".py", ".pyi", ".html", ".proto", "py.typed")) if not name.startswith("areal/tests/")
+        name
+        for name in tree((".py", ".pyi", ".html", ".proto", ".yaml", "py.typed"))
+        if not name.startswith("areal/tests/")
     }
-    assert {PurePosixPath(name).suffix for name in wanted} == {".py", ".pyi", ".html", ".proto", ".typed"}
+    assert {PurePosixPath(name).suffix for name in wanted} == {".py", ".pyi", ".html", ".proto", ".yaml", ".typed"}
     assert files == wanted
 
 

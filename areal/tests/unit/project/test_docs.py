@@ -91,11 +91,14 @@ def test_named_files_and_objects_exist() -> None:
 
 
 def public_names() -> dict[str, str]:
-    """Return the module of each public function and class of the package. A name is defined once."""
+    """Return the module of each public function and class of the package. A name is defined once.
+
+    Adapters for other frameworks are left out: these are not installed here.
+    """
     found = {}
     for path in (ROOT / "areal").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if "tests" not in module.split("."):
+        if not {"tests", "integrations"} & set(module.split(".")):
             tree = ast.parse(path.read_text())
             found |= {node.name: module for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     return {name: module for name, module in found.items() if not name.startswith("_")}
