@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,6 @@ from areal.api.memory import EngineMemory
 from areal.api.step_settings import StepSettings
 from areal.api.weights import WeightSource
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.checkpoint.huggingface import Export
 from areal.engine.moe.routing import ExpertRouting, no_experts
 from areal.engine.optimizer import GradientState
 from areal.engine.schedule import Schedule
@@ -90,15 +89,6 @@ class CallGradients(Protocol):
 
     def end(self) -> None:
         """Release what :meth:`undo` needs: no error of the call can follow."""
-        ...
-
-
-@runtime_checkable
-class SlicedWeights(Protocol):
-    """Weights of which each rank has slices, of tensors with their Hugging Face names."""
-
-    def export(self) -> Export:
-        """Return the slices of this rank, and the specs of all tensors. Collective."""
         ...
 
 

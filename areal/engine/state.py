@@ -22,7 +22,8 @@ from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
 from areal.api.weights import LocalTensor, NamedTensor, SelectName
-from areal.engine.components import EngineComponents, SlicedWeights, StepOptimizer, TrainedAdapters
+from areal.engine.checkpoint.checkpointer import FolderWeights
+from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config, process_dims
 from areal.engine.pipeline_broadcast import Stages
@@ -266,16 +267,17 @@ class EngineState(TrainEngine):
     ) -> Iterator[LocalTensor]:
         components = self._require_components()
         weights = components.weights
-        if not isinstance(weights, SlicedWeights):
+        if not isinstance(weights, FolderWeights):
             raise RuntimeError(f"{type(weights).__name__} has no export(), from which local tensors are read")
         with self._ending_on_error():
             components.memory.onload(params=True, grads=False, optimizer=False)
             export = weights.export()
         shapes = {spec.name: tuple(spec.shape) for spec in export.specs}
+        # Values are computed when they are read.
+        values = ((part, part.values) for part in export.slices if select is None or select(part.name))
         return (
-            LocalTensor(part.name, part.values.to(dtype or part.values.dtype), part.box, shapes[part.name])
-            for part in export.slices
-            if select is None or select(part.name)
+            LocalTensor(part.name, tensor if dtype is None else tensor.to(dtype), part.box, shapes[part.name])
+            for part, tensor in values
         )
 
     def named_gradients(self) -> Iterator[NamedTensor]:

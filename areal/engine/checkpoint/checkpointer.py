@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from areal.api.checkpoint import SaveLoadMeta, Stateful
 from areal.api.parallel import ParallelDims
@@ -25,6 +25,7 @@ class RunInfo(Protocol):
     dims: ParallelDims
 
 
+@runtime_checkable
 class FolderWeights(Protocol):
     """Weights of a model that can be written to, and read from, a directory in the Hugging Face format."""
 

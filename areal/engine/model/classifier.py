@@ -5,6 +5,7 @@ Their one row, ``score``, is the value head. They have no output head: it is zer
 
 from __future__ import annotations
 
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 TOKENS, SEQUENCES = "ForTokenClassification", "ForSequenceClassification"
@@ -25,6 +26,17 @@ def classifier_class(config: PretrainedConfig) -> str | None:
     """Return the class of a model that is stored as a classifier; ``None`` for other models."""
     names = config.architectures or ()
     return next((name for name in names if name.endswith((TOKENS, SEQUENCES))), None)
+
+
+def make_value_head(config: PretrainedConfig, width: int, like: Tensor) -> nn.Linear:
+    """Return a value head, with the dtype and on the device of another weight.
+
+    Args:
+        config: configuration of the model.
+        width: size of a hidden state.
+        like: the other weight.
+    """
+    return nn.Linear(width, 1, bias=value_bias(config), device=like.device, dtype=like.dtype)
 
 
 def value_bias(config: PretrainedConfig) -> bool:

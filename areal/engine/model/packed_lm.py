@@ -23,7 +23,7 @@ from areal.engine.attention.context_parallel import AttentionLayout, ContextPara
 from areal.engine.attention.kernels import TakeRows
 from areal.engine.batch_rules import ROUTED_EXPERTS
 from areal.engine.loss_step import split_outputs
-from areal.engine.model.classifier import value_bias
+from areal.engine.model.classifier import make_value_head
 from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, decoder_of, head_of_runs, no_update
 from areal.engine.moe.routing import ExpertRouting, Routing
 from areal.engine.stream.layout import AdapterRuns, layout_of, pad_rows
@@ -93,10 +93,7 @@ class PackedCausalLM(nn.Module):
         self.hf = hf
         self._own_head = OwnHead(hf) if own_head else None
         like, width = hf.get_output_embeddings().weight, hf.config.get_text_config().hidden_size
-        self.value_head: nn.Linear | None = None
-        if value_head:
-            bias = value_bias(hf.config)
-            self.value_head = nn.Linear(width, 1, bias=bias, device=like.device, dtype=like.dtype)
+        self.value_head = make_value_head(hf.config, width, like) if value_head else None
         self._fp32_head, self._keep_bytes = fp32_head, keep_bytes
         text = hf.config.get_text_config()
         # Granite divides its logits, Cohere multiplies them, Gemma caps them. These belong to the model and come before the

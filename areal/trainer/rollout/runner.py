@@ -47,7 +47,7 @@ class Runner:
     whole run, and all rewards are computed there: see :class:`~areal.trainer.rollout.rewards.RewardPool`.
 
     Args:
-        client: generates the answers. ``None``, or a rollout whose ``owns_servers`` is false: this rank runs no episode and has no groups.
+        client: generates the answers. ``None``, or a rollout whose ``owns_servers`` is false: no episode runs on this rank.
         episode: run ``group_size`` times per item.
         items: data set, iterated epoch after epoch. Not read on a rank that runs no episode.
         plan: size of a batch, limits and seeds.

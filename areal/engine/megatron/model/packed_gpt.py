@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from areal.engine.megatron.model.config import windows
 from areal.engine.megatron.model.layer_spec import PackedLayout, block_spec
 from areal.engine.megatron.model.rotary import RotaryAngles
-from areal.engine.model.classifier import value_bias
+from areal.engine.model.classifier import make_value_head
 from areal.engine.model.heads import LinearHead, UpdateFn, head_of_runs, no_update
 from areal.engine.model.packed_lm import ModelInputs, token_outputs
 
@@ -72,9 +72,7 @@ class PackedGPT(GPTModel):
         self._latent = config.multi_latent_attention
         self.value_head: nn.Linear | None = None
         if value_head and self.post_process:
-            like = self.decoder.final_layernorm.weight
-            bias = value_bias(hf)
-            self.value_head = nn.Linear(config.hidden_size, 1, bias=bias, device=like.device, dtype=like.dtype)
+            self.value_head = make_value_head(hf, config.hidden_size, self.decoder.final_layernorm.weight)
         self._real_vocab = hf.vocab_size
         self._padding_id = hf.pad_token_id
         self._fp32_head, self._keep_bytes = fp32_head, keep_bytes

@@ -57,19 +57,26 @@ class State:
         self.seen: list[dict[str, Any]] = []
         self.keys: set[str] = set()
         self.order: list[str] = []
+        self.running = self.epoch = self.resets = 0
         self.reset()
 
     def reset(self) -> None:
+        """End the requests of an earlier test, whose clients may be gone, and take the state of the start."""
         with self.changed:
+            self.resets += 1
+            self.epoch += 1
+            self.paused = self.kept = False
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self.running)
             self.model, self.label = load(self.path), "default"
             self.adapters: dict[str, Adapter] = {}
             self._loaded: list[Adapter] = []  # all of them, so that no two have the same id
             self._merged: dict[int, PreTrainedModel] = {}
-            self.paused, self.kept, self.retracted, self.epoch = False, False, False, 0
+            self.retracted = False
             self.step_seconds, self.late_seconds, self.load_seconds = 0.0, 0.0, 0.0
             self.asleep, self.backup = False, False
             self.broken, self.leftover = "", ""
-            self.running = self.drawn = 0
+            self.drawn = 0
             self.modern, self.key = self.starts_modern, ""
             self.context, self.logprobs_mode = int(self.model.config.max_position_embeddings), "processed_logprobs"
             self.without: list[str] = []
@@ -130,11 +137,12 @@ class State:
         Blocks while the server is paused; a pause aborts it, unless the pause keeps what is running. Of vLLM, also what waits for the end of
         an earlier pause.
         """
+        resets = self.resets
         time.sleep(self.late_seconds)
         with self.changed:
             epoch = self.epoch
             self.changed.wait_for(lambda: not self.paused or (self.epoch != epoch and not asked.by_position))
-            if self.paused:
+            if self.paused or self.resets != resets:
                 return Drawn(finish="abort")
             epoch = self.epoch
             # To its end, a request keeps the adapter with which it began.

@@ -50,12 +50,11 @@ def weights_of_the_start_used_again(right: Function) -> Function:
     MANY.format("server_that_missed_updates_gets_only_the_last_one"),
 )
 def missed_update_loaded_late(right: Function) -> Function:
-    """A server that was away gets the version that was the current one when it was lost."""
-    lost: dict[str, Any] = {}
+    """A server that was away gets the version that it had when it was lost."""
 
     async def wrong(server: Any, desired: Any, *limits: Any) -> None:
-        first = lost.setdefault(server.url, desired())
-        await right(server, lambda: first, *limits)
+        lost = server.loaded
+        await right(server, desired if lost is None else lambda: lost, *limits)
 
     return wrong
 
