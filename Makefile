@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-trl test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -105,6 +105,9 @@ test-vllm: $(VENV)/.test $(VENV)-vllm/.ready ## Run the tests that need a real v
 
 test-verl: $(VENV)-verl/.ready ## Train with verl's own programs on our engines, and compare with verl's engine; on the CPU.
 	OMP_NUM_THREADS=1 $(VENV)-verl/bin/python -m pytest -q -rA areal/tests/verl $(PYTEST_ARGS)
+
+test-trl: $(VENV)-trl/.ready ## Train with TRL's trainers on our rollouts and engines, and compare with TRL alone; on the CPU.
+	OMP_NUM_THREADS=1 $(VENV)-trl/bin/python -m pytest -q -rA areal/tests/trl $(PYTEST_ARGS)
 
 test-tpu: $(VENV)/.test $(VENV)-libtpu/.ready ## Compile the programs of the JAX engine with the compiler of TPUs; no TPU is needed.
 	OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(VENV)-libtpu $(BIN)/python -m pytest -q -rA areal/tests/tpu $(PYTEST_ARGS)
@@ -195,6 +198,11 @@ $(VENV)-vllm/.ready:
 $(VENV)-verl/.ready: pyproject.toml
 	.ci/venv $(PYTHON) $(VENV)-verl
 	.ci/pip $(VENV)-verl/bin/python --no-compile 'torch>=2.11,<2.14' aiohttp cachetools fastapi uvicorn -e '.[jax,megatron,test,verl]'
+	touch $@
+
+$(VENV)-trl/.ready: pyproject.toml
+	.ci/venv $(PYTHON) $(VENV)-trl
+	.ci/pip $(VENV)-trl/bin/python --no-compile 'torch>=2.11,<2.14' -e '.[jax,megatron,test,trl]'
 	touch $@
 
 # The wheel alone: it is the compiler, and jax finds it on the path.

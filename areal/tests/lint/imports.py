@@ -44,6 +44,7 @@ HOMES = {
     "tyro": "cli",
     "accelerate": None,
     "rich": None,
+    "trl": "integrations/trl",
     "verl": "integrations/verl",
     "matplotlib": None,
 }

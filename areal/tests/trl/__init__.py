@@ -1,0 +1,1 @@
+"""TRL runs on rollouts and engines of this package: ``make test-trl``."""
