@@ -138,6 +138,7 @@ bench-servers: $(VENV)/.test $(VENV)-vllm/.ready ## Measure updates and generati
 bench-peers: $(VENV)/.test ## Measure TRL, verl and torchtitan too, if they install.
 	$(BIN)/python -m benchmarks.peers.install
 	$(BENCH) --workload ragged --peers --rounds 5 $(BENCH_ARGS)
+	$(BENCH) --workload rl --prompts $(BENCH_PROMPTS) --rows verl --peers --rounds 3 $(BENCH_ARGS)
 
 protos: $(VENV)-protos/.ready ## Generate the protobuf modules of the Tinker server from areal/tinker/api/wire.proto.
 	$(VENV)-protos/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. areal/tinker/api/wire.proto

@@ -112,6 +112,13 @@ ROWS: tuple[RowSpec, ...] = (
 PEERS: tuple[RowSpec, ...] = (
     RowSpec("TRL SFTTrainer, padding-free", "benchmarks.peers.trl", peer="trl"),
     RowSpec("verl FSDP engine, remove padding", "benchmarks.peers.verl", peer="verl"),
+    RowSpec("verl on areal fsdp:d1", "benchmarks.peers.verl", {"backend": "fsdp:d1"}, peer="verl"),
+    RowSpec(
+        "verl on areal fsdp:d1, prefixes shared",
+        "benchmarks.peers.verl",
+        {"backend": "fsdp:d1", "share_prefixes": True},
+        peer="verl",
+    ),
     RowSpec("torchtitan, its attention replaced", "benchmarks.peers.torchtitan", peer="torchtitan"),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from peft import LoraConfig
 from verl.workers.config import EngineConfig
 
 from areal.api import LoRAConfig, OptimizerConfig, TrainEngineConfig
@@ -47,14 +48,8 @@ def translated(model: Any, engine: ArealEngineConfig, optimizer: Any) -> TrainEn
         "activation_checkpointing": "full" if model.enable_gradient_checkpointing else "none",
         "value_head": model.model_type == "value_model",
     }
-    if model.lora_rank:
-        targets = model.target_modules
-        names = targets.replace("_", "-") if targets in ("all-linear", "all_linear") else targets
-        fields["lora"] = LoRAConfig(
-            rank=model.lora_rank,
-            alpha=model.lora_alpha,
-            target_modules=names if isinstance(names, str) else tuple(names),
-        )
+    if model.lora_adapter_path or model.lora_rank:
+        fields["lora"] = _adapter(model)
     if optimizer is not None and not engine.forward_only:
         # verl owns the schedule: it sets the rate of each step.
         fields["optimizer"] = OptimizerConfig(
@@ -67,6 +62,19 @@ def translated(model: Any, engine: ArealEngineConfig, optimizer: Any) -> TrainEn
     return TrainEngineConfig(**{**fields, **dict(engine.options)})
 
 
+def _adapter(model: Any) -> LoRAConfig:
+    """Return the configuration of a new adapter, or that of a stored one."""
+    rank, alpha, targets = model.lora_rank, model.lora_alpha, model.target_modules
+    if model.lora_adapter_path:
+        peft = LoraConfig.from_pretrained(model.lora_adapter_path)
+        rank, alpha, targets = peft.r, peft.lora_alpha, peft.target_modules
+    if targets in ("all-linear", "all_linear"):
+        targets = "all-linear"
+    return LoRAConfig(
+        rank=rank, alpha=alpha, target_modules=targets if isinstance(targets, str) else tuple(sorted(targets))
+    )
+
+
 def _refuse_unsupported(model: Any, engine: ArealEngineConfig, optimizer: Any) -> None:
     """Raise for options that have no meaning for this library's engines, and would be ignored."""
     override = {name: value for name, value in (model.override_config or {}).items() if name != "attn_implementation"}
@@ -77,7 +85,6 @@ def _refuse_unsupported(model: Any, engine: ArealEngineConfig, optimizer: Any) -
         "model.use_liger": (model.use_liger, (False,)),
         "model.use_fused_kernels": (model.use_fused_kernels, (False,)),
         "model.use_remove_padding": (model.use_remove_padding, (True,)),
-        "model.lora_adapter_path": (model.lora_adapter_path, (None,)),
         "model.exclude_modules": (model.exclude_modules, (None,)),
         "model.target_parameters": (model.target_parameters, (None,)),
         "model.override_config": (override or None, (None,)),

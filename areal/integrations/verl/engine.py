@@ -62,6 +62,8 @@ class ArealEngine(BaseEngine):
         self.engine.destroy()
         self.engine = create_engine(self._config)
         self.engine.initialize(FinetuneSpec())
+        if self.model_config.lora_adapter_path:
+            self.engine.adapters.load(self.engine.adapters.names[0], self.model_config.lora_adapter_path)
         if self._config.optimizer is not None:
             self._schedule = self._make_schedule()
             self._set_rate()

@@ -8,6 +8,10 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
 from areal.tests.harness.world import record
 from areal.tests.verl.sft import Curve, train, write_chats, write_model
 
@@ -78,6 +82,27 @@ def test_trainer_resumes_on_another_layout(
     rest = Curve(expected.loss[HALF:], expected.grad_norm[HALF:], expected.lr[HALF:], expected.validation[1:])
     assert len(curve.loss) == STEPS - HALF
     assert_close(f"fsdp:t2 to step {HALF}, then megatron:p2", curve, rest)
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path, models: dict[bool, Path]) -> Path:
+    """An adapter that peft wrote, with random factors."""
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(models[False]), config).save_pretrained(folder / "adapter")
+    return folder / "adapter"
+
+
+def test_stored_adapter_has_the_curve_of_its_own_engine(
+    folder: Path, data: Path, models: dict[bool, Path], adapter: Path
+) -> None:
+    # verl reads the path only if there is a rank.
+    options = (f"model.lora_adapter_path={adapter}", "model.lora_rank=4", "model.lora_alpha=12", "optim.lr=3e-2")
+    expected = train(folder / "lora-reference", models[False], "verl", *options, steps=10, data=data)
+    assert expected.validation[-1] < expected.validation[0] - 0.005
+    for layout in ("fsdp:d2", "megatron:t2"):
+        curve = train(folder / f"lora-{layout.replace(':', '-')}", models[False], layout, *options, steps=10, data=data)
+        assert_close(f"{layout}, a stored adapter", curve, expected)
 
 
 @pytest.mark.parametrize(
