@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-trl test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-trl test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -108,6 +108,9 @@ test-verl: $(VENV)-verl/.ready ## Train with verl's own programs on our engines,
 
 test-trl: $(VENV)-trl/.ready ## Train with TRL's trainers on our rollouts and engines, and compare with TRL alone; on the CPU.
 	OMP_NUM_THREADS=1 $(VENV)-trl/bin/python -m pytest -q -rA areal/tests/trl $(PYTEST_ARGS)
+
+test-templates: $(VENV)/.test $(VENV)-templates/.ready ## Compare prompts, masks and calls with the chat templates of published models.
+	PYTHONPATH=$(VENV)-templates $(BIN)/python -m pytest -q areal/tests/chat $(PYTEST_ARGS)
 
 test-tpu: $(VENV)/.test $(VENV)-libtpu/.ready ## Compile the programs of the JAX engine with the compiler of TPUs; no TPU is needed.
 	OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(VENV)-libtpu $(BIN)/python -m pytest -q -rA areal/tests/tpu $(PYTEST_ARGS)
@@ -204,6 +207,11 @@ $(VENV)-verl/.ready: pyproject.toml
 $(VENV)-trl/.ready: pyproject.toml
 	.ci/venv $(PYTHON) $(VENV)-trl
 	.ci/pip $(VENV)-trl/bin/python --no-compile 'torch>=2.11,<2.14' -e '.[jax,megatron,test,trl]'
+	touch $@
+
+# The wheel alone, for the templates inside.
+$(VENV)-templates/.ready: | $(VENV)/.test
+	$(BIN)/uv pip install --python $(VENV) --no-deps --target $(VENV)-templates trl==1.16.0
 	touch $@
 
 # The wheel alone: it is the compiler, and jax finds it on the path.

@@ -15,6 +15,7 @@ LAYERS = {
     "name_clash": -1,
     "api": 0,
     "utils": 1,
+    "chat": 2,
     "engine": 2,
     "weight_sync": 3,
     "inference": 4,

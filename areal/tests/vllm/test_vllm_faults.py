@@ -66,7 +66,7 @@ def test_requests_survive_a_server_that_is_killed_and_started_again(
 
     def generate() -> None:
         results.extend(
-            run(*(rollout.generate(each, endless(300, seed=i)) for i, each in enumerate(prompts)), seconds=400)
+            run(*(rollout.generate(each, endless(480, seed=i)) for i, each in enumerate(prompts)), seconds=400)
         )
 
     thread = threading.Thread(target=generate)
@@ -76,7 +76,7 @@ def test_requests_survive_a_server_that_is_killed_and_started_again(
     assert thread.is_alive()
     vllm.start()
     thread.join(120)
-    assert [len(answer.tokens) for answer in results] == [300] * 8
+    assert [len(answer.tokens) for answer in results] == [480] * 8
     assert {version for answer in results for version in answer.versions} == {0}
     assert error({0: replica()}, prompts, results) <= TOLERANCE
     # And it can be updated.

@@ -9,7 +9,7 @@ from areal.tests.vllm.server import replica, weights
 
 def across_updates(fresh: HTTPRollout) -> Clients:
     """Check long answers of 24 clients during which the weights are updated."""
-    with Clients(fresh, 24, range(120, 360, 10)) as clients:
+    with Clients(fresh, 24, range(300, 492, 8)) as clients:
         for version in range(1, 5):
             # Few answers: most requests have tokens of the version before.
             clients.wait_for(9)

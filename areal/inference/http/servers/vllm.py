@@ -288,8 +288,10 @@ class VLLMTokenRoutes(VLLMRoutes):
     def generate(
         self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[ReplyBody]:
-        # Stop strings need the text.
-        drawn = VLLMSampling(**_drawing(sampling, generated, seed), detokenize=bool(sampling.stop))
+        # Stop strings need the text. The first of the most likely tokens is the sampled one, so that one more is needed.
+        top = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
+        fields = _drawing(sampling, generated, seed) | {"logprobs": top}
+        drawn = VLLMSampling(**fields, detokenize=bool(sampling.stop))
         body = VLLMGenerate(request_id=name, model=self._model, token_ids=list(prompt), sampling_params=drawn)
         return HTTPCall("/inference/v1/generate", body, VLLMGenerated)
 
@@ -320,7 +322,7 @@ def _part(
 
 
 def _most_likely(row: Mapping[int, float], count: int) -> TopTokens:
-    """Return the ``count`` most likely tokens of one position. A row may have one more: the sampled token."""
+    """Return the ``count`` most likely tokens of one position. A row has one more: the sampled token."""
     ordered = sorted((entry for entry in row.items() if entry[1] > _NOTHING), key=lambda entry: -entry[1])[:count]
     return TopTokens(tuple(token for token, _ in ordered), tuple(value for _, value in ordered))
 

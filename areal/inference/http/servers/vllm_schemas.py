@@ -160,7 +160,7 @@ class VLLMTokenLogProb(ReplyBody):
 
 
 class VLLMPosition(VLLMTokenLogProb):
-    """``choices[].logprobs.content[]``: a sampled token. ``top_logprobs`` has it, and then the most likely ones."""
+    """``choices[].logprobs.content[]``: a sampled token. The first of ``top_logprobs`` is this token, which counts."""
 
     top_logprobs: tuple[VLLMTokenLogProb, ...] = ()
 

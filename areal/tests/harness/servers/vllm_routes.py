@@ -200,11 +200,12 @@ class VLLMRoutes:
             raise Refused(400, message)
         drawn = self._draw(asked.request_id, asked.token_ids, asked.sampling_params, asked.model)
         entries = []
-        for row in tops(drawn, asked.sampling_params.logprobs):
-            # As the real server writes log-probs that are not finite.
+        count = asked.sampling_params.logprobs
+        for row in tops(drawn, count):
+            # As the real server: the sampled token counts, and log-probs that are not finite have a number.
             top = [
                 {"token_id": token, "logprob": logprob, "rank": 1 if logprob > -9999.0 else None}
-                for token, logprob in row
+                for token, logprob in row[: max(count, 1)]
             ]
             entries.append({**top[0], "top_logprobs": top})
         choice = {

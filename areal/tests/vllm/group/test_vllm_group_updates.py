@@ -143,18 +143,19 @@ def test_running_requests_go_on_with_the_new_weights(vllm: VLLMProcess, make: Ma
     sources = {"5": Weights(5), "6": Weights(6)}
     transport.send(sources["5"], 5)
     prompts = [[1 + i, 2, 3] for i in range(8)]
-    wait = in_background(vllm, prompts, 400)
+    wait = in_background(vllm, prompts, 480)
     transport.send(sources["6"], 6)
     answers = wait()
     assert len(answers) == len(prompts)
     for answer in answers:
-        assert len(answer.tokens) == len(answer.labels) == 400
+        assert len(answer.tokens) == len(answer.labels) == 480
         assert answer.labels == sorted(answer.labels)
         for label, source in sources.items():
             difference = differences(answer, source.model)
             own = torch.tensor([each.endswith(f"/{label}") for each in answer.labels])
-            assert difference[own].max() < LONG_TOLERANCE
-            assert difference[~own].max() > 100 * TOLERANCE
+            assert not own.any() or difference[own].max() < LONG_TOLERANCE
+            assert own.all() or difference[~own].max() > 100 * TOLERANCE
+    assert any(len(set(answer.labels)) > 1 for answer in answers)
 
 
 def stop_after(ending: str) -> Callable[[str], str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from areal.inference.http.server_connection import Unavailable
@@ -192,3 +193,19 @@ def adapter_changes_under_requests(right: Function) -> Function:
 def update_dies_with_a_server(right: Function) -> Function:
     """A server that dies in an update over a process group takes the weights of the others with it."""
     return lambda self: ([], 0)
+
+
+@mutant(
+    "areal.inference.http.servers.vllm:VLLMTokenRoutes.generate",
+    "unit/inference/http/test_stop_and_top.py::test_most_likely_tokens_are_there_where_another_one_was_sampled[tokens]",
+)
+def sampled_token_counts_as_most_likely(right: Function) -> Function:
+    """A server is asked for as many tokens as wanted, of which the sampled one takes the place of the last."""
+
+    def wrong(self: Any, *args: Any) -> Any:
+        call = right(self, *args)
+        params = call.body.sampling_params
+        fewer = params.model_copy(update={"logprobs": max(params.logprobs - 1, 0)})
+        return replace(call, body=call.body.model_copy(update={"sampling_params": fewer}))
+
+    return wrong

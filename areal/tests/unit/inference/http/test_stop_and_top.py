@@ -1,4 +1,4 @@
-"""Stop strings of requests to servers. The most likely tokens are in ``test_servers.py``."""
+"""Stop strings of requests to servers, and the most likely tokens of a current vLLM. Those of others are in ``test_servers.py``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from areal.inference.http import VLLM, SGLang
-from areal.tests.harness.servers.rollout_http import PROMPT, Process, run, sglang_reply
+from areal.tests.harness.servers.rollout_http import PROMPT, Process, plain, replica, run, sglang_reply
 from areal.tests.harness.servers.tokenizers import with_tokenizer
 from areal.tests.unit.inference.http.conftest import Make
 from areal.tests.unit.inference.local.rollouts import endless, shortest, tokenizer
@@ -58,6 +59,16 @@ def test_stop_strings_need_a_tokenizer(make_vllm: Make, vllm: Process, options: 
     rollout = make_vllm(vllm, **options)
     with pytest.raises(ValueError, match=r"Sampling.stop = \('x',\): text needs a tokenizer: give HTTPRollout\(model="):
         run(rollout.generate(PROMPT, endless(4, stop=("x",))))
+
+
+@pytest.mark.parametrize("kind", ["tokens", "completions"])
+def test_most_likely_tokens_are_there_where_another_one_was_sampled(make_vllm: Make, vllm: Process, kind: str) -> None:
+    vllm.tell(without=[ROUTES["tokens"]] if kind == "completions" else [])
+    (answer,) = run(make_vllm(vllm).generate(PROMPT, endless(20, seed=1, top_logprobs=2)))
+    best = plain(replica(), PROMPT, answer.tokens).topk(2)
+    assert [each.ids for each in answer.top] == [tuple(row) for row in best.indices.tolist()]
+    torch.testing.assert_close(torch.tensor([each.logprobs for each in answer.top]), best.values, rtol=0, atol=1e-5)
+    assert any(token not in each.ids for token, each in zip(answer.tokens, answer.top, strict=True))
 
 
 def test_more_top_logprobs_than_the_server_has_are_refused_with_its_words(make_vllm: Make, vllm: Process) -> None:

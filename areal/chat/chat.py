@@ -1,0 +1,154 @@
+"""Messages to tokens, and tokens to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from areal.chat.answer import Message, ParsedAnswer
+from areal.chat.answer_format import AnswerFormat
+from areal.chat.call_format import Parser
+from areal.chat.conversation import Conversation
+from areal.chat.template import Template, common
+from areal.utils.data.sequences import Segment, from_segments
+
+
+class Chat:
+    """Prompts, supervised samples, parsed answers and running conversations by a tokenizer's own chat template.
+
+    The forms of reasoning and of calls are learned from the template, by rendering answers with known content.
+
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+        tools: functions with types and docstrings (see ``transformers.utils.get_json_schema``), or JSON schemas.
+        parse_calls: reads the calls in the text of an answer. Defaults to the form that was learned.
+        options: further variables of the template, such as ``enable_thinking=False``.
+
+    Raises:
+        ValueError: the tokenizer has no chat template or no offsets; or there are tools, and the template renders no calls, or in a form that
+            was not learned.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Any] = (),
+        *,
+        parse_calls: Parser | None = None,
+        **options: Any,
+    ) -> None:
+        schemas = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
+        self.template = Template(tokenizer, schemas, options)
+        self._parse_calls = parse_calls
+        self._types = {
+            tool["function"]["name"]: {
+                name: str(entry.get("type"))
+                for name, entry in tool["function"].get("parameters", {}).get("properties", {}).items()
+            }
+            for tool in schemas
+        }
+        self._format = AnswerFormat.of(self.template)
+        if schemas and parse_calls is None and self._format.calls is None:
+            raise ValueError(
+                f"tools = {sorted(self._types)}: its calls are not rendered, or in a form that was not learned: pass parse_calls"
+            )
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, for :class:`areal.inference.Sampling`."""
+        return self.template.stop_token_ids
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation and the header of the next answer, as ``apply_chat_template`` does.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        return self.template.ids(self.template.text(messages, prompt=True))
+
+    def start(self, messages: Sequence[Message], rewrites: Literal["error", "keep"] = "error") -> Conversation:
+        """Begin a conversation that a model continues: see :class:`Conversation`."""
+        return Conversation(self, messages, rewrites)
+
+    def parse(self, tokens: Sequence[int]) -> ParsedAnswer:
+        """Parse a sampled answer."""
+        ids = list(tokens)
+        complete = bool(ids) and ids[-1] in self.stop_token_ids
+        # Without special tokens skipped: they delimit reasoning and calls.
+        text = str(self.template.tokenizer.decode(ids[:-1] if complete else ids, skip_special_tokens=False))
+        if self._parse_calls is None:
+            answer = self._format.parse(text, self._types, complete=complete)
+            unknown = [call.name for call in answer.tool_calls if self._types and call.name not in self._types]
+            errors = (f"tool = {name!r}: choose of {', '.join(self._types)}" for name in unknown)
+            return replace(answer, errors=(*answer.errors, *errors))
+        calls = self._parse_calls(text)
+        answer = replace(self._format, calls=None).parse(calls.rest, self._types, complete=complete)
+        return replace(answer, tool_calls=tuple(calls.calls), errors=tuple(calls.errors))
+
+    def segments(self, messages: Sequence[Message], train: Literal["all", "last"] = "all") -> tuple[Segment, ...]:
+        """Return the tokens of a finished conversation, as ``apply_chat_template`` does, in segments.
+
+        Trained are the answers, from behind the header of the turn to the end-of-turn token: no header, and nothing behind that token.
+
+        Args:
+            messages: conversation with at least one message of the role ``assistant``.
+            train: all answers, or the last one.
+
+        Raises:
+            ValueError: no message is an answer; the template refuses the messages; or it renders an answer otherwise than it asks for it
+                (such as without its reasoning once another turn follows), so that no prompt of the model leads to the text.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            raise ValueError("messages has no message of the role 'assistant': there is nothing to train on")
+        if train not in ("all", "last"):
+            raise ValueError(f"train = {train!r}: choose 'all' or 'last'")
+        text = self.template.text(messages)
+        tokens = self.template.spans(text)
+        trained = [False] * len(tokens)
+        for i in answers if train == "all" else answers[-1:]:
+            begin, end = self._turn(messages, i, text)
+            behind = [k for k, (_, start, _) in enumerate(tokens) if start >= begin]
+            closing = next((k for k in behind if tokens[k][0] in self.stop_token_ids and tokens[k][1] <= end), None)
+            if closing is None and end < len(text):
+                raise self._rewritten(messages[: i + 1], text, i)
+            for k in behind:
+                trained[k] = closing is None or k <= closing
+        return _runs([token for token, _, _ in tokens], trained)
+
+    def sample(self, messages: Sequence[Message], train: Literal["all", "last"] = "all") -> dict[str, Tensor]:
+        """Return a finished conversation as a sample for supervised fine-tuning: ``input_ids`` and ``loss_mask``.
+
+        See :meth:`segments` for what is trained, and for the errors.
+        """
+        return from_segments(self.segments(messages, train))
+
+    def _turn(self, messages: Sequence[Message], i: int, text: str) -> tuple[int, int]:
+        """Return start and end of an answer in the text of the conversation."""
+        prompt = self.template.text(messages[:i], prompt=True)
+        if not text.startswith(prompt):
+            raise self._rewritten(messages[:i], text, i, prompt=True)
+        return len(prompt), common(self.template.text(messages[: i + 1]), text)
+
+    def _rewritten(self, messages: Sequence[Message], text: str, i: int, *, prompt: bool = False) -> ValueError:
+        """Return the error for an answer that is rendered otherwise once it is finished, or once other turns follow."""
+        then = self.template.text(messages, prompt=prompt)
+        place = max(common(then, text) - 30, 0)
+        return ValueError(
+            f"messages[{i}]: the chat template renders {then[place : place + 60]!r} at this turn, and {text[place : place + 60]!r} in the "
+            "whole conversation, so that no prompt leads to this answer: train on samples that end with an answer (train='last'), or on the "
+            "segments of a Conversation"
+        )
+
+
+def _runs(ids: list[int], trained: list[bool]) -> tuple[Segment, ...]:
+    """Return segments of consecutive tokens that are trained, or are not."""
+    cuts = [k for k in range(1, len(ids)) if trained[k] != trained[k - 1]]
+    return tuple(
+        Segment(ids[a:b], trainable=trained[a]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True) if b > a
+    )

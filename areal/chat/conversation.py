@@ -1,0 +1,125 @@
+"""A conversation that a model continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from areal.chat.answer import Message, ParsedAnswer
+from areal.chat.template import MARK, common
+from areal.utils.data.sequences import Segment
+
+if TYPE_CHECKING:
+    from areal.chat.chat import Chat
+
+
+class Sampled(Protocol):
+    """A sampled answer, such as :class:`areal.inference.protocol.Completion`."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Token ids."""
+
+    def segment(self) -> Segment:
+        """Return the tokens with what is known of each."""
+
+
+class Conversation:
+    """Tokens of a conversation that a model continues: extended by what was sampled and by new messages, and never tokenised again.
+
+    Args:
+        chat: template and tools.
+        messages: first messages.
+        rewrites: if the template renders earlier turns otherwise once new messages follow, such as without their reasoning: ``"error"``
+            raises, and ``"keep"`` keeps the tokens that were sampled.
+
+    Attributes:
+        messages: all messages.
+        segments: all tokens. Those of answers are trainable.
+        answers: parsed answers.
+    """
+
+    def __init__(self, chat: Chat, messages: Sequence[Message], rewrites: Literal["error", "keep"]) -> None:
+        if rewrites not in ("error", "keep"):
+            raise ValueError(f"rewrites = {rewrites!r}: choose 'error' or 'keep'")
+        self._chat, self._rewrites = chat, rewrites
+        self.messages = list(messages)
+        self.segments: tuple[Segment, ...] = (Segment(chat.prompt(messages), trainable=False),)
+        self.answers: list[ParsedAnswer] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far: the prompt of the next answer."""
+        return [int(token) for segment in self.segments for token in segment.tokens]
+
+    def answer(self, sampled: Sampled) -> ParsedAnswer:
+        """Append a sampled answer, and parse it."""
+        self._expect_answer(True)
+        answer = self._chat.parse(sampled.tokens)
+        self.segments = (*self.segments, sampled.segment())
+        self.messages.append(answer.message())
+        self.answers.append(answer)
+        return answer
+
+    def add(self, *messages: Message) -> None:
+        """Append messages, such as results of tools, and the header of the next answer. An answer without an end gets one, untrained.
+
+        Raises:
+            ValueError: there is no answer before; a message is an answer; the template refuses the messages, or renders earlier turns
+                otherwise (see ``rewrites``). Nothing was changed.
+        """
+        self._expect_answer(False)
+        if not messages or any(message["role"] == "assistant" for message in messages):
+            raise ValueError("messages: pass at least one, and none of the role 'assistant', which answer() appends")
+        ids = self._following(messages)
+        complete = self.answers[-1].complete
+        self.segments = (*self.segments, Segment(ids[1:] if complete else ids, trainable=False))
+        self.messages.extend(messages)
+
+    def _expect_answer(self, expected: bool) -> None:
+        last = self.messages[-1]["role"] if self.answers else ""
+        if expected and last == "assistant":
+            raise ValueError("the last message is an answer: add() a message before the next one")
+        if not expected and last != "assistant":
+            raise ValueError("the last message is no answer: append one with answer() first")
+
+    def _following(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens behind the text of the last answer: its end-of-turn token, the new messages and a header."""
+        found = self._behind(self.messages, messages)
+        if found is None and self._rewrites == "keep":
+            # What follows an answer does not depend on its text: one is rendered that no template rewrites.
+            plain = [*self.messages[:-1], {"role": "assistant", "content": MARK}]
+            found = self._behind(plain, messages, MARK)
+        if found is None:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"the chat template renders earlier turns otherwise once messages of the roles {roles} follow, so that the next prompt would "
+                "not begin with the tokens that were sampled: start another conversation with these messages, or pass rewrites='keep'"
+            )
+        return found
+
+    def _behind(self, earlier: Sequence[Message], new: Sequence[Message], mark: str = "") -> list[int] | None:
+        """Return the tokens from the end of the last earlier turn on; ``None`` if the new messages change what is before.
+
+        With ``mark``, the last turn has this text, and only what is behind it is compared.
+        """
+        template = self._chat.template
+        before, after = template.text(earlier), template.text([*earlier, *new], prompt=True)
+        begin = len(template.text(earlier[:-1], prompt=True))
+        if mark:
+            if mark not in after:
+                return None
+            before, after, begin = before[before.rindex(mark) :], after[after.rindex(mark) :], len(mark)
+        elif not before.startswith(template.text(earlier[:-1], prompt=True)):
+            return None
+        same = common(before, after)
+        tokens = template.spans(after)
+        stops = self._chat.stop_token_ids
+        ends = [k for k, (token, start, end) in enumerate(tokens) if token in stops and begin <= start < end <= same]
+        if not ends and same == len(before):
+            # The header of the next turn ends the answer.
+            ends = [k for k, (token, start, _) in enumerate(tokens) if token in stops and start == same]
+        if not ends and mark:
+            # Another token ends an answer that is not the last one, as in gpt-oss.
+            ends = [k for k, (_, start, _) in enumerate(tokens) if start == begin]
+        return [token for token, _, _ in tokens[ends[-1] :]] if ends else None

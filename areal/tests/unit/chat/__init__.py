@@ -1,0 +1,1 @@
+"""Messages, tokens and chat templates."""
