@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +93,7 @@ class EngineBackend:
             self._executor.close()
             raise
         logger.info(
-            "base model %s on %s in %s: %d token ids, samples of at most %d tokens, adapters of rank %d or less with alpha %g",
+            "base model %s on %s in %s: %d token ids, samples of at most %d tokens, adapters of rank %d or less, by default with alpha %g",
             *(model, settings.dims, settings.dtype, self._limits.vocab_size, max_tokens, config.max_rank, config.alpha),
         )
 
@@ -143,6 +144,8 @@ class EngineBackend:
         if model_id in self.models:
             raise UserError(f"model_id = {model_id!r}: there is such a model already: choose another id")
         seed = mixed(self._config.seed, model_id) if adapter.seed is None else adapter.seed
+        # The description in a checkpoint must not depend on the settings of the server.
+        adapter = dataclasses.replace(adapter, alpha=self._config.alpha if adapter.alpha is None else adapter.alpha)
         lora = self._lora(adapter)
 
         def add(name: str) -> None:
@@ -172,14 +175,17 @@ class EngineBackend:
         """Return the engine's description of an adapter.
 
         Raises:
-            UserError: the rank is out of range, or no kind of layer is selected.
+            UserError: the rank or alpha is out of range, or no kind of layer is selected.
         """
         if not 1 <= adapter.rank <= self._config.max_rank:
             raise UserError(f"lora_config.rank = {adapter.rank}: choose a rank from 1 to {self._config.max_rank}")
         kinds = tuple(kind for kind in _KINDS if getattr(adapter, kind))
         if not kinds:
             raise UserError("lora_config: set at least one of train_attn, train_mlp and train_unembed")
-        return LoRAConfig(rank=adapter.rank, alpha=self._config.alpha, layer_kinds=kinds)
+        alpha = self._config.alpha if adapter.alpha is None else adapter.alpha
+        if not 0 < alpha < math.inf:
+            raise UserError(f"lora_config.alpha = {alpha}: it must be a finite number above 0")
+        return LoRAConfig(rank=adapter.rank, alpha=alpha, layer_kinds=kinds)
 
     def _admit(self, adapter: AdapterSpec, add: Callable[[str], None], replaced: Slot | None = None) -> Slot:
         """Add an adapter under a new name if there is memory for it.

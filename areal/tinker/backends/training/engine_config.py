@@ -48,7 +48,11 @@ class EngineBackendConfig(StrictConfig):
         default=None, description="Dtype of the compute and of the base model. None: that of the model's files."
     )
     fp32_head: bool = Field(default=False, description="Multiply by the head's weight in float32 for every `dtype`.")
-    alpha: float = Field(default=32.0, gt=0, description="Numerator of the scale of all adapters, `alpha / rank`.")
+    alpha: float = Field(
+        default=32.0,
+        gt=0,
+        description="Numerator of the scale of an adapter, `alpha / rank`, if its client gives none.",
+    )
     max_rank: int = Field(default=128, gt=0, description="Largest rank of an adapter.")
     max_models: int | None = Field(default=None, gt=0, description="Largest number of models at the same time.")
     adapter_memory_mb: int | None = Field(
