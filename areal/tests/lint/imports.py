@@ -45,6 +45,7 @@ HOMES = {
     "accelerate": None,
     "rich": None,
     "verl": "integrations/verl",
+    "skyrl": "integrations/skyrl",
     "matplotlib": None,
 }
 """Optional dependencies, each with the folder or file that may import it; ``None`` for those of examples and tests."""
