@@ -203,8 +203,9 @@ $(VENV)-verl/.ready: pyproject.toml
 	touch $@
 
 $(VENV)-skyrl/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12) and "SkyRL needs Python 3.12: make test-skyrl PYTHON=python3.12")'
 	.ci/venv $(PYTHON) $(VENV)-skyrl
-	.ci/pip $(VENV)-skyrl/bin/python --no-compile 'torch>=2.11,<2.14' 'jax<0.11' tinker==0.24.1 -e '.[jax,megatron,skyrl,test]'
+	.ci/pip $(VENV)-skyrl/bin/python --no-compile 'torch>=2.11,<2.14' 'jax<0.11' -e '.[jax,megatron,skyrl,test]'
 	.ci/pip $(VENV)-skyrl/bin/python --no-compile --no-deps --upgrade --target $(VENV)-skyrl/newer transformers==5.23.0 tokenizers==0.23.1
 	touch $@
 

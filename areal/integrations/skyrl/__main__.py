@@ -17,7 +17,7 @@ def engine_command(_: Sequence[str], config: EngineConfig) -> list[str]:
     return [sys.executable, "-m", "areal.integrations.skyrl.engine", *config_to_argv(config)]
 
 
-def main() -> None:
+def serve() -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(prog="python -m areal.integrations.skyrl", description=__doc__)
     add_model(parser, EngineConfig)
@@ -33,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

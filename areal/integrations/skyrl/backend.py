@@ -14,7 +14,7 @@ from skyrl.utils.log import logger
 from skyrl.utils.storage import download_and_unpack, pack_and_upload
 
 from areal.integrations.skyrl.config import ArealBackendConfig
-from areal.integrations.skyrl.model_pass import pass_output, prepared_batch
+from areal.integrations.skyrl.model_pass import failed, pass_output, prepared_batch
 from areal.integrations.skyrl.sampler import ModelSampler
 from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend, share_base_model
 from areal.tinker.backends.errors import BackendLostError, UserError
@@ -112,16 +112,13 @@ class ArealBackend(AbstractBackend):
         valid: dict[str, PreparedBatch] = {}
         for request_id, _, start, end in batch.request_batch_slices:
             try:
-                valid[request_id] = prepared_batch(batch, start, end, losses, limits)
+                valid[request_id] = prepared_batch(batch, range(start, end), losses, limits)
             except UserError as error:
-                results[request_id] = types.ErrorResponse(error=str(error), status="failed")
+                results[request_id] = failed(error)
         with self._restarting():
             done = run(list(valid.values()))
         for (request_id, request), result in zip(valid.items(), done, strict=True):
-            if isinstance(result, PassResult):
-                results[request_id] = pass_output(request, result)
-            else:
-                results[request_id] = types.ErrorResponse(error=str(result), status="failed")
+            results[request_id] = pass_output(request, result) if isinstance(result, PassResult) else failed(result)
         return results
 
     def optim_step(self, model_id: str, request_data: types.OptimStepInput) -> types.OptimStepOutput:
@@ -131,9 +128,7 @@ class ArealBackend(AbstractBackend):
 
     # ---- sampling
 
-    def sample(
-        self, prepared_batch: types.PreparedSampleBatch
-    ) -> dict[str, types.SampleOutput | types.ErrorResponse]:
+    def sample(self, prepared_batch: types.PreparedSampleBatch) -> dict[str, types.SampleOutput | types.ErrorResponse]:
         if self._sampler is None:
             raise ValueError(
                 "sampler = None in --backend-config: samples are not served; set it to 'vllm' with the url of a server, or to 'local'"

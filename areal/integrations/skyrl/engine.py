@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from skyrl.tinker.engine import main
+from typing import Any
 
-from areal.integrations.skyrl.registration import register
+from skyrl.tinker import engine
+
+from areal.integrations.skyrl.backend import ArealBackend
+from areal.integrations.skyrl.config import ArealBackendConfig
+
+NAME = "areal"
+"""Value of SkyRL's option ``--backend``."""
+
+
+def register() -> None:
+    """Let SkyRL's engine find the backend under its name, in this process. Replaces the function that knows the backends."""
+    original = engine.get_backend_classes
+
+    def get_backend_classes(backend_name: str, use_ray: bool = False) -> tuple[Any, Any]:
+        if backend_name == NAME:
+            return ArealBackend, ArealBackendConfig
+        return original(backend_name, use_ray=use_ray)
+
+    engine.get_backend_classes = get_backend_classes
+
 
 if __name__ == "__main__":
     register()
-    main()
+    engine.main()

@@ -23,34 +23,36 @@ DEFAULTS: Mapping[str, Mapping[str, float]] = {"ppo": CLIP, "cispo": CLIP}
 """Configuration of a loss that SkyRL uses for keys that a request leaves out."""
 
 
+def failed(error: Exception) -> types.ErrorResponse:
+    """Return SkyRL's response to a request that failed."""
+    return types.ErrorResponse(error=str(error), status="failed")
+
+
 def raw_chunks(tokens: types.ModelInput) -> list[RawChunk]:
-    """Return the chunks of a model input. Those of images have no tokens, and are refused by name later."""
+    """Return the chunks of a model input. Chunks of images are empty, and are refused by name later."""
     return [RawChunk(chunk.type, np.asarray(getattr(chunk, "tokens", []), np.int64)) for chunk in tokens.chunks]
 
 
 def prepared_batch(
-    batch: types.PreparedModelPassBatch,
-    start: int,
-    end: int,
-    losses: Mapping[str, LossKeys],
-    limits: ModelLimits,
+    batch: types.PreparedModelPassBatch, span: range, losses: Mapping[str, LossKeys], limits: ModelLimits
 ) -> PreparedBatch:
-    """Return the validated request with the samples from ``start`` to ``end``.
+    """Return one validated request of a batch.
 
     Args:
         batch: samples of all requests.
-        start, end: bounds of the request.
+        span: indices of the samples of this request.
         losses, limits: of the training backend.
 
     Raises:
         UserError: the loss or a sample is refused; names the field, the value and the way out.
     """
-    if start == end:
+    if not span:
         raise UserError("data is empty: give at least one sample")
+    start = span[0]
     name, given = batch.all_loss_fns[start], batch.all_loss_fn_configs[start] or {}
     loss, config = check_loss_config(name, {**DEFAULTS.get(name, {}), **given}, losses)
     known = loss["inputs"] | loss["optional"]
-    samples = [_raw_datum(batch, i, known, f"data[{i - start}]") for i in range(start, end)]
+    samples = [_raw_datum(batch, i, known, f"data[{i - start}]") for i in span]
     data = check_samples(samples, loss, limits, ServiceLimits.max_dense_elements)
     return PreparedBatch(batch.all_model_ids[start], data, name, config)
 

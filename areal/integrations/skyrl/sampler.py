@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import tarfile
-from collections.abc import Coroutine
-from typing import Any
 
 from cloudpathlib import AnyPath
 from skyrl.tinker import types
 from skyrl.utils.storage import download_and_unpack
 
-from areal.integrations.skyrl.model_pass import raw_chunks
+from areal.integrations.skyrl.model_pass import failed, raw_chunks
 from areal.tinker.backends.backend import SamplingBackend
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.sampling.sampler_config import gather_or_cancel
@@ -33,6 +31,7 @@ class ModelSampler:
     def __init__(self, backend: SamplingBackend) -> None:
         self.backend = backend
         self._runner = asyncio.Runner()
+        self._opening = asyncio.Lock()
         self._snapshots: dict[str, str] = {}
 
     def sample(self, batch: types.PreparedSampleBatch) -> dict[str, types.SampleOutput | types.ErrorResponse]:
@@ -51,52 +50,45 @@ class ModelSampler:
         self._runner.close()
 
     async def _sample(self, batch: types.PreparedSampleBatch) -> dict[str, types.SampleOutput | types.ErrorResponse]:
-        results: dict[str, types.SampleOutput | types.ErrorResponse] = {}
-        running: dict[str, Coroutine[Any, Any, Any]] = {}
-        for request_id, model_id, start, end, scored in batch.request_batch_slices:
-            try:
-                # SkyRL asks for one snapshot of a model in a batch.
-                snapshot = await self._open(model_id, batch.all_checkpoint_paths[start])
-            except (UserError, ServerError, OSError, EOFError, tarfile.TarError) as error:
-                results[request_id] = types.ErrorResponse(error=str(error), status="failed")
-            else:
-                running[request_id] = self._answer(snapshot, batch, range(start, end), scored)
-        return results | dict(zip(running, await asyncio.gather(*running.values()), strict=True))
+        requests = batch.request_batch_slices
+        answers = await asyncio.gather(*(self._answer(batch, *request[1:]) for request in requests))
+        return {request[0]: answer for request, answer in zip(requests, answers, strict=True)}
+
+    async def _answer(
+        self, batch: types.PreparedSampleBatch, model_id: str, start: int, end: int, scored: bool
+    ) -> types.SampleOutput | types.ErrorResponse:
+        """Return the answers of the request with the samples from ``start`` to ``end``, or its error."""
+        try:
+            if start == end:
+                raise UserError("num_samples = 0: ask for at least one answer")
+            snapshot = await self._open(model_id, batch.all_checkpoint_paths[start])
+            requests = [_request(batch, i, scored and i == start) for i in range(start, end)]
+            checked = [check_sampling(each, self.backend.limits(), ServiceLimits()) for each in requests]
+            results = await gather_or_cancel([self.backend.sample(snapshot, each) for each in checked])
+        except (UserError, ServerError, OSError, EOFError, tarfile.TarError) as error:
+            return failed(error)
+        answers = [answer for result in results for answer in result.answers]
+        lists = [(answer.stop_reason, answer.tokens.tolist(), answer.logprobs.tolist()) for answer in answers]
+        sequences = [types.GeneratedSequence(stop_reason=s, tokens=t, logprobs=l) for s, t, l in lists]
+        # As in SkyRL, the first token is left out.
+        prompt = results[0].prompt_logprobs
+        return types.SampleOutput(sequences=sequences, prompt_logprobs=None if prompt is None else prompt[1:].tolist())
 
     async def _open(self, model_id: str, path: str) -> str:
         """Serve a snapshot in place of an earlier one of the model, or the base model. Returns its name."""
         if not model_id:
             await self.backend.open(BASE, None)
             return BASE
-        before = self._snapshots.get(model_id)
-        if before != path:
-            with download_and_unpack(AnyPath(path)) as folder:
-                await self.backend.open(path, folder)
-            self._snapshots[model_id] = path
-            if before is not None:
-                await self.backend.release(before)
+        # SkyRL asks for one snapshot of a model in a batch.
+        async with self._opening:
+            before = self._snapshots.get(model_id)
+            if before != path:
+                with download_and_unpack(AnyPath(path)) as folder:
+                    await self.backend.open(path, folder)
+                self._snapshots[model_id] = path
+                if before is not None:
+                    await self.backend.release(before)
         return path
-
-    async def _answer(
-        self, snapshot: str, batch: types.PreparedSampleBatch, indices: range, scored: bool
-    ) -> types.SampleOutput | types.ErrorResponse:
-        """Return the answers of one request, whose samples have the given indices."""
-        try:
-            requests = [_request(batch, i, scored and i == indices[0]) for i in indices]
-            checked = [check_sampling(each, self.backend.limits(), ServiceLimits()) for each in requests]
-            results = await gather_or_cancel([self.backend.sample(snapshot, each) for each in checked])
-        except (UserError, ServerError) as error:
-            return types.ErrorResponse(error=str(error), status="failed")
-        sequences = [
-            types.GeneratedSequence(
-                stop_reason=answer.stop_reason, tokens=answer.tokens.tolist(), logprobs=answer.logprobs.tolist()
-            )
-            for result in results
-            for answer in result.answers
-        ]
-        # As in SkyRL, the first token has no entry.
-        prompt = results[0].prompt_logprobs
-        return types.SampleOutput(sequences=sequences, prompt_logprobs=None if prompt is None else prompt[1:].tolist())
 
 
 def _request(batch: types.PreparedSampleBatch, i: int, scored: bool) -> Sample:

@@ -1,4 +1,4 @@
-"""Marks of tests that need one of the two releases of transformers of ``make test-skyrl``."""
+"""Marks of tests that need one release of transformers: ``make test-skyrl`` runs with two."""
 
 from __future__ import annotations
 

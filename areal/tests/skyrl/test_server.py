@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_state_is_saved_and_loaded(server: SkyrlServer) -> None:
     saved = training.save_state("one").result().path
     expected = steps(training)
     training.load_state(saved).result()
-    with pytest.raises(tinker.APIError, match=r"ids must be from 0 to"):
+    with pytest.raises(ValueError, match=r"ids must be from 0 to"):
         training.forward_backward([_unknown_token()], "cross_entropy").result()
     assert steps(training) == expected
     other = service.create_training_client_from_state(saved)
@@ -101,7 +102,7 @@ def _unknown_token() -> types.Datum:
 def test_samples_without_a_sampler_are_refused(server: SkyrlServer) -> None:
     sampling = client(server).create_sampling_client(base_model=server.model)
     params = types.SamplingParams(max_tokens=4, seed=1)
-    with pytest.raises(tinker.APIError, match="sampler = None in --backend-config"):
+    with pytest.raises(ValueError, match="sampler = None in --backend-config"):
         sampling.sample(types.ModelInput.from_ints([1, 2, 3]), 1, params).result()
 
 
@@ -112,9 +113,9 @@ def test_samples_of_trained_weights(sampling_server: SkyrlServer) -> None:
     training = service.create_lora_training_client(base_model=sampling_server.model, rank=4, seed=7)
     prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=6, seed=1)
     answers = []
-    for number in range(2):
+    for _ in range(2):
         steps(training, 1)
-        sampling = training.save_weights_and_get_sampling_client(f"s{number}")
+        sampling = training.save_weights_and_get_sampling_client()
         result = sampling.sample(prompt, 2, params, include_prompt_logprobs=True).result()
         answers.append([sequence.tokens for sequence in result.sequences])
         data = []
@@ -144,8 +145,9 @@ def test_stale_session_loses_its_models(model: str, tmp_path: Path) -> None:
     options = ("--session-cleanup-interval-sec", "1", "--session-timeout-sec", "1")
     with serving(tmp_path, model, None, *options) as server:
         training = client(server).create_lora_training_client(base_model=server.model, rank=4)
-        with pytest.raises(tinker.APIError, match="not loaded"):
-            for _ in range(100):
-                training.forward(data(0, "cross_entropy"), "cross_entropy").result()
-        assert "Deleted model" in server.text
-    assert server.process.returncode is not None
+        limit = time.monotonic() + 60
+        while "Deleted model" not in server.text:
+            assert time.monotonic() < limit, server.text
+            time.sleep(0.2)
+        with pytest.raises(ValueError, match="not loaded"):
+            training.forward(data(0, "cross_entropy"), "cross_entropy").result()
