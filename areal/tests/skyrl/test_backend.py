@@ -132,6 +132,22 @@ def test_two_models_train_as_in_plain_torch(layout: str, start: Start, tmp_path:
     assert max(errors.values()) <= 1e-4, errors
 
 
+def test_models_have_the_layers_and_the_seed_of_their_description(backend: ArealBackend, tmp_path: Path) -> None:
+    kinds = {"attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"gate_proj", "up_proj", "down_proj"}}
+    kinds["unembed"] = {"lm_head"}
+    for kind, layers in kinds.items():
+        backend.create_model(kind, lora(3, **{f"train_{each}": each == kind for each in kinds}))
+        made = weights(backend, kind, tmp_path)
+        assert {name.partition(".lora_")[0].rpartition(".")[2] for name in made} == layers
+        assert {min(x.shape) for x in made.values()} == {3}
+    drawn = []
+    for number, seed in enumerate((5, 5, 6)):
+        backend.create_model(f"{number}", lora(seed=seed))
+        drawn.append(weights(backend, f"{number}", tmp_path))
+    assert all(torch.equal(x, drawn[1][name]) for name, x in drawn[0].items())
+    assert not any(torch.equal(x, drawn[2][name]) for name, x in drawn[0].items() if "lora_A" in name)
+
+
 def test_cispo_has_the_thresholds_of_skyrl(backend: ArealBackend, tmp_path: Path) -> None:
     backend.create_model("a", MODELS["a"])
     backend.save_sampler_checkpoint(tmp_path / "first.tar.gz", "a")
