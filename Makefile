@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-trl test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-skyrl test-trl test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -105,6 +105,11 @@ test-vllm: $(VENV)/.test $(VENV)-vllm/.ready ## Run the tests that need a real v
 
 test-verl: $(VENV)-verl/.ready ## Train with verl's own programs on our engines, and compare with verl's engine; on the CPU.
 	OMP_NUM_THREADS=1 $(VENV)-verl/bin/python -m pytest -q -rA areal/tests/verl $(PYTEST_ARGS)
+
+# LocalRollout, which samples in these tests, needs a later transformers than SkyRL allows: the second run has one on its path.
+test-skyrl: $(VENV)-skyrl/.ready ## Train and sample with SkyRL's Tinker server on our engines, and compare with plain torch; Python 3.12, on the CPU.
+	OMP_NUM_THREADS=1 $(VENV)-skyrl/bin/python -m pytest -q -rA areal/tests/skyrl $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)-skyrl/newer) $(VENV)-skyrl/bin/python -m pytest -q -rA areal/tests/skyrl $(PYTEST_ARGS)
 
 test-trl: $(VENV)-trl/.ready ## Train with TRL's trainers on our rollouts and engines, and compare with TRL alone; on the CPU.
 	OMP_NUM_THREADS=1 $(VENV)-trl/bin/python -m pytest -q -rA areal/tests/trl $(PYTEST_ARGS)
@@ -202,6 +207,13 @@ $(VENV)-vllm/.ready:
 $(VENV)-verl/.ready: pyproject.toml
 	.ci/venv $(PYTHON) $(VENV)-verl
 	.ci/pip $(VENV)-verl/bin/python --no-compile 'torch>=2.11,<2.14' aiohttp cachetools fastapi uvicorn -e '.[jax,megatron,test,verl]'
+	touch $@
+
+$(VENV)-skyrl/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12) and "SkyRL needs Python 3.12: make test-skyrl PYTHON=python3.12")'
+	.ci/venv $(PYTHON) $(VENV)-skyrl
+	.ci/pip $(VENV)-skyrl/bin/python --no-compile 'torch>=2.11,<2.14' 'jax<0.11' -e '.[jax,megatron,skyrl,test]'
+	.ci/pip $(VENV)-skyrl/bin/python --no-compile --no-deps --upgrade --target $(VENV)-skyrl/newer transformers==5.23.0 tokenizers==0.23.1
 	touch $@
 
 $(VENV)-trl/.ready: pyproject.toml

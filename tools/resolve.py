@@ -55,9 +55,14 @@ def resolve(uv: str, combination: Combination, extras: list[str]) -> tuple[dict[
 
 
 def all_extras() -> list[str]:
-    """Return the extras for users: those of a contributor repeat them, and flash-attn has no metadata without a compiler."""
+    """Return the extras for users, without those of a contributor, which repeat them, and without other frameworks.
+
+    The metadata of flash-attn need a compiler.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [name for name in project["optional-dependencies"] if name not in ("gpu", "docs", "dev", "test")]
+    return [
+        name for name in project["optional-dependencies"] if name not in ("gpu", "docs", "dev", "test", "verl", "skyrl", "trl")
+    ]
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ NAMES = {
     r"^tinker/cookbook/": "a recipe of the cookbook",
     r"^dispatch_ray/|_on_ray_": "Ray",
     r"^vllm/": "a real vLLM",
-    r"^verl/": "another framework",
+    r"^(verl|skyrl)/": "another framework",
     r"^dist/faults/test_torchrun_agents|_under_torchrun": "torchrun's agents",
     r"^dist/trainer/test_(ppo|one_owner)": "runs of policy optimisation",
     r"test_example_scripts\.py::test_script_runs": "example scripts",

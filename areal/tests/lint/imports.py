@@ -47,6 +47,7 @@ HOMES = {
     "rich": None,
     "trl": "integrations/trl",
     "verl": "integrations/verl",
+    "skyrl": "integrations/skyrl",
     "matplotlib": None,
 }
 """Optional dependencies, each with the folder or file that may import it; ``None`` for those of examples and tests."""

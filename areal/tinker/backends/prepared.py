@@ -21,6 +21,7 @@ class AdapterSpec:
         rank: rank of its factors, at least 1.
         seed: seed of its initial factors; ``None`` lets the backend draw one.
         attention, mlp, head: kinds of layers that have factors; at least one is true.
+        alpha: numerator of its scale ``alpha / rank``, above 0; ``None`` for that of the backend.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class AdapterSpec:
     attention: bool = True
     mlp: bool = True
     head: bool = True
+    alpha: float | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -295,7 +296,7 @@ def no_checkpoint(path: CheckpointPath) -> NotFoundError:
 
 def spec_of(row: Mapping[str, Any]) -> AdapterSpec:
     """Return the adapter that a row of a model or a checkpoint describes."""
-    return AdapterSpec(rank=row["rank"], seed=row["seed"], attention=row["attention"], mlp=row["mlp"], head=row["head"])
+    return AdapterSpec(**{field.name: row[field.name] for field in dataclasses.fields(AdapterSpec)})
 
 
 def lost_message(model_id: str, path: str | None, reason: str) -> str:

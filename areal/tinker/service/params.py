@@ -14,7 +14,7 @@ from areal.tinker.backends.backend import ModelLimits
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import SamplingRequest
 from areal.tinker.service.requests import RawChunk, Sample
-from areal.tinker.service.settings import ServiceSettings
+from areal.tinker.service.settings import ServiceLimits, ServiceSettings
 
 _SAMPLING_KEYS = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
 MAX_INTEGER = 2**63 - 1
@@ -84,7 +84,7 @@ def check_tokens(chunks: Sequence[RawChunk], name: str) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
-def check_sampling(request: Sample, limits: ModelLimits, settings: ServiceSettings) -> SamplingRequest:
+def check_sampling(request: Sample, limits: ModelLimits, settings: ServiceLimits) -> SamplingRequest:
     """Return a validated sampling request."""
     prompt = check_tokens(request.prompt, "prompt")
     if not len(prompt):
@@ -158,7 +158,7 @@ def _stops(stop: Any, limits: ModelLimits) -> tuple[tuple[str, ...] | None, tupl
     )
 
 
-def _check_logprobs(request: Sample, length: int, limits: ModelLimits, settings: ServiceSettings) -> None:
+def _check_logprobs(request: Sample, length: int, limits: ModelLimits, settings: ServiceLimits) -> None:
     """Check which log-probs a request asks for."""
     most = min(settings.max_top_k, limits.vocab_size)
     check_integer("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, most)

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from areal.api import FinetuneSpec, LoRAConfig
+from areal.api import FinetuneSpec
 from areal.dispatch import InProcess, WorkerGroup
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
@@ -49,8 +49,6 @@ from areal.utils.seeding import mixed
 logger = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
-
-_KINDS: tuple[Literal["attention", "mlp", "head"], ...] = ("attention", "mlp", "head")
 
 _ABOUT = "tinker"
 """Entry of a checkpoint's manifest that describes the model."""
@@ -92,7 +90,7 @@ class EngineBackend:
             self._executor.close()
             raise
         logger.info(
-            "base model %s on %s in %s: %d token ids, samples of at most %d tokens, adapters of rank %d or less with alpha %g",
+            "base model %s on %s in %s: %d token ids, samples of at most %d tokens, adapters of rank %d or less, by default with alpha %g",
             *(model, settings.dims, settings.dtype, self._limits.vocab_size, max_tokens, config.max_rank, config.alpha),
         )
 
@@ -143,7 +141,9 @@ class EngineBackend:
         if model_id in self.models:
             raise UserError(f"model_id = {model_id!r}: there is such a model already: choose another id")
         seed = mixed(self._config.seed, model_id) if adapter.seed is None else adapter.seed
-        lora = self._lora(adapter)
+        # The description in a checkpoint must not depend on the settings of the server.
+        adapter = dataclasses.replace(adapter, alpha=self._config.alpha if adapter.alpha is None else adapter.alpha)
+        lora = self._config.lora(adapter)
 
         def add(name: str) -> None:
             try:
@@ -167,19 +167,6 @@ class EngineBackend:
             self._select(DEFAULT_NAME)
         self.group.adapters.remove(slot.name)
         self._names = self.group.adapters.names
-
-    def _lora(self, adapter: AdapterSpec) -> LoRAConfig:
-        """Return the engine's description of an adapter.
-
-        Raises:
-            UserError: the rank is out of range, or no kind of layer is selected.
-        """
-        if not 1 <= adapter.rank <= self._config.max_rank:
-            raise UserError(f"lora_config.rank = {adapter.rank}: choose a rank from 1 to {self._config.max_rank}")
-        kinds = tuple(kind for kind in _KINDS if getattr(adapter, kind))
-        if not kinds:
-            raise UserError("lora_config: set at least one of train_attn, train_mlp and train_unembed")
-        return LoRAConfig(rank=adapter.rank, alpha=self._config.alpha, layer_kinds=kinds)
 
     def _admit(self, adapter: AdapterSpec, add: Callable[[str], None], replaced: Slot | None = None) -> Slot:
         """Add an adapter under a new name if there is memory for it.
@@ -335,7 +322,7 @@ class EngineBackend:
         self._require()
         with self._errors():
             adapter = self._described(folder)
-            self._lora(adapter)
+            self._config.lora(adapter)
             # A new slot, so that a checkpoint that is refused leaves the model as it is.
             path, before = folder.absolute(), self.models.get(model_id)
             slot = self._admit(

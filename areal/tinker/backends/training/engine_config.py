@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,6 +14,10 @@ from areal.api import FSDPConfig, LoRAConfig, MegatronConfig, MicroBatchSpec, Op
 from areal.api.config import ActivationCheckpointing, DType, JAXConfig
 from areal.api.config_sections import StrictConfig
 from areal.dispatch import Executor, InProcess
+from areal.tinker.backends.errors import UserError
+from areal.tinker.backends.prepared import AdapterSpec
+
+_KINDS: tuple[Literal["attention", "mlp", "head"], ...] = ("attention", "mlp", "head")
 
 
 class RayConfig(StrictConfig):
@@ -48,7 +53,11 @@ class EngineBackendConfig(StrictConfig):
         default=None, description="Dtype of the compute and of the base model. None: that of the model's files."
     )
     fp32_head: bool = Field(default=False, description="Multiply by the head's weight in float32 for every `dtype`.")
-    alpha: float = Field(default=32.0, gt=0, description="Numerator of the scale of all adapters, `alpha / rank`.")
+    alpha: float = Field(
+        default=32.0,
+        gt=0,
+        description="Numerator of the scale of an adapter, `alpha / rank`, if its client gives none.",
+    )
     max_rank: int = Field(default=128, gt=0, description="Largest rank of an adapter.")
     max_models: int | None = Field(default=None, gt=0, description="Largest number of models at the same time.")
     adapter_memory_mb: int | None = Field(
@@ -129,6 +138,22 @@ class EngineBackendConfig(StrictConfig):
             megatron=self.megatron,
             jax=self.jax,
         )
+
+    def lora(self, adapter: AdapterSpec) -> LoRAConfig:
+        """Return the engine's description of an adapter.
+
+        Raises:
+            UserError: the rank or alpha is out of range, or no kind of layer is selected.
+        """
+        if not 1 <= adapter.rank <= self.max_rank:
+            raise UserError(f"lora_config.rank = {adapter.rank}: choose a rank from 1 to {self.max_rank}")
+        alpha = self.alpha if adapter.alpha is None else adapter.alpha
+        if not 0 < alpha < math.inf:
+            raise UserError(f"lora_config.alpha = {alpha}: it must be a finite number above 0")
+        kinds = tuple(kind for kind in _KINDS if getattr(adapter, kind))
+        if not kinds:
+            raise UserError("lora_config: set at least one of train_attn, train_mlp and train_unembed")
+        return LoRAConfig(rank=adapter.rank, alpha=alpha, layer_kinds=kinds)
 
     def executor(self, ranks: int) -> Executor:
         """Return the processes of the ranks: this one, or those of Ray.

@@ -10,12 +10,12 @@ from areal.tinker.backends.backend import ModelLimits
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdapterSpec
 from areal.tinker.service.model import TrainedModel
-from areal.tinker.service.params import MAX_INTEGER, check_base_model, check_integer, check_keys
+from areal.tinker.service.params import MAX_INTEGER, check_base_model, check_integer, check_keys, check_number
 from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.verbs.verb import Capabilities, ModelRequest, RequestTurn, TrainingRequest
 from areal.tinker.service.verbs.weights import load_checkpoint
 
-_ADAPTER_KEYS = {"rank", "seed", "train_attn", "train_mlp", "train_unembed"}
+_ADAPTER_KEYS = {"rank", "alpha", "seed", "train_attn", "train_mlp", "train_unembed"}
 
 
 def check_adapter(config: Mapping[str, Any] | None, limits: ModelLimits) -> AdapterSpec:
@@ -27,6 +27,9 @@ def check_adapter(config: Mapping[str, Any] | None, limits: ModelLimits) -> Adap
     seed = config.get("seed")
     if seed is not None:
         check_integer("lora_config.seed", seed, -MAX_INTEGER)
+    alpha = config.get("alpha")
+    if alpha is not None and check_number("lora_config.alpha", alpha) <= 0:
+        raise UserError(f"lora_config.alpha is {alpha}: it must be above 0")
     # Kinds of layers default to true in the protocol.
     kinds = {key: config.get(key) for key in ("train_attn", "train_mlp", "train_unembed")}
     for key, value in kinds.items():
@@ -37,7 +40,9 @@ def check_adapter(config: Mapping[str, Any] | None, limits: ModelLimits) -> Adap
         raise UserError(
             "lora_config trains no layers: at least one of train_attn, train_mlp and train_unembed must be true"
         )
-    return AdapterSpec(rank=rank, seed=seed, attention=attention, mlp=mlp, head=head)
+    return AdapterSpec(
+        rank=rank, seed=seed, attention=attention, mlp=mlp, head=head, alpha=None if alpha is None else float(alpha)
+    )
 
 
 @dataclass(frozen=True)

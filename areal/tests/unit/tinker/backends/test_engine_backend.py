@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,35 @@ def test_scale_is_alpha_by_rank(start: Start) -> None:
         config = made.group.run(lambda engine, _: {t.scale for t in engine.adapters["model-0"].plan.targets})[0]
         results.append(config)
     assert results == [{4.0}, {8.0}]
+
+
+def test_alpha_of_a_model(start: Start, tmp_path: Path) -> None:
+    """A model with an alpha has the bits of a model on a server with that alpha, also after a load on a third server."""
+    wide, narrow, third = start(alpha=64.0), start(alpha=16.0), start(alpha=8.0)
+    wide.create_model("a", AdapterSpec(4, seed=7))
+    narrow.create_model("a", AdapterSpec(4, seed=7, alpha=64.0))
+    narrow.create_model("default", AdapterSpec(4, seed=7))
+    for seed in range(3):
+        samples = data("weights", seed=seed)
+        logprobs = [run(made, request("a", samples)).logprobs for made in (wide, narrow)]
+        other = run(narrow, request("default", samples)).logprobs
+        assert all(np.array_equal(x, y) for x, y in zip(*logprobs, strict=True))
+        assert seed == 0 or not np.array_equal(other[0], logprobs[1][0])
+        for made, model in ((wide, "a"), (narrow, "a"), (narrow, "default")):
+            made.optim_step(model, STEP)
+    # The description is that of the model, and a checkpoint keeps its scale.
+    for model, alpha in (("a", 64.0), ("default", 16.0)):
+        narrow.save(model, tmp_path / model)
+        assert third.load(model, tmp_path / model, with_optimizer=True) == AdapterSpec(4, seed=7, alpha=alpha)
+        expected, actual = (run(made, request(model, data("weights"))).logprobs for made in (narrow, third))
+        assert all(np.array_equal(x, y) for x, y in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("inf"), float("nan")])
+def test_alpha_that_is_no_scale_is_refused(backend: EngineBackend, alpha: float) -> None:
+    with pytest.raises(UserError, match=r"lora_config.alpha = .*: it must be a finite number above 0"):
+        backend.create_model("a", AdapterSpec(4, alpha=alpha))
+    assert not backend.models
 
 
 def test_models_are_refused(backend: EngineBackend, start: Start) -> None:

@@ -41,7 +41,7 @@ def test_resumed_model_is_equal_to_the_bit_over_ten_steps(backend: EngineBackend
     trained(other, "s:train:0", rank=3, seed=1)
     for server, model in ((backend, "t:train:0"), (backend, "s:train:0"), (other, "s:train:0")):
         adapter = server.load(model, tmp_path / "weights" / "0003", with_optimizer=True)
-        assert adapter == AdapterSpec(6, seed=7, mlp=False)
+        assert adapter == AdapterSpec(6, seed=7, mlp=False, alpha=32.0)
         assert history(server, model, 10) == expected
         assert same(weights(server, model), final)
     assert len(backend.group.adapters.names) == 3
@@ -103,7 +103,7 @@ def test_checkpoint_of_another_base_model_is_refused(backend: EngineBackend, sta
     copy = tmp_path / "copy"
     AutoModelForCausalLM.from_pretrained(model_dir("qwen3")).save_pretrained(copy, max_shard_size="20KB")
     assert len(list(copy.glob("*.safetensors"))) > 1
-    assert start(model=str(copy)).load("a", tmp_path / "a", with_optimizer=True) == AdapterSpec(4, seed=7)
+    assert start(model=str(copy)).load("a", tmp_path / "a", with_optimizer=True) == AdapterSpec(4, seed=7, alpha=32.0)
 
 
 def test_checkpoints_are_refused(backend: EngineBackend, start: Start, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_other_engine_trains_the_same_models(backend: str, start: Start, tmp_pat
     for server in (fsdp, other):
         server.optim_step("a", STEP)
     other.save("a", tmp_path / "a")
-    assert fsdp.load("b", tmp_path / "a", with_optimizer=True) == AdapterSpec(4, seed=3)
+    assert fsdp.load("b", tmp_path / "a", with_optimizer=True) == AdapterSpec(4, seed=3, alpha=32.0)
     assert same(weights(fsdp, "b"), weights(other, "a"))
     for seed in range(2):
         results = [

@@ -315,10 +315,15 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> 
 
 
 async def new_model(
-    service: CallerService, session_id: str | None = None, number: int = 0, rank: int = 4, **fields: Any
+    service: CallerService,
+    session_id: str | None = None,
+    number: int = 0,
+    rank: int = 4,
+    alpha: float | None = None,
+    **fields: Any,
 ) -> str:
     """Create a model. Returns its id."""
     session_id = session_id or await service.create_session(["test"])
-    config = {"rank": rank, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": False}
+    config = {"rank": rank, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": False, "alpha": alpha}
     request = CreateModel(session_id, number, digest("create", number), base_model="base", lora_config=config, **fields)
     return (await done(service, request))["model_id"]

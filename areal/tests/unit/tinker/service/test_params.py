@@ -23,6 +23,7 @@ def test_a_client_that_says_nothing_trains_all_kinds_of_layers() -> None:
     assert check_adapter({"rank": 8}, LIMITS) == AdapterSpec(8, None, True, True, True)
     given = {"rank": 8, "seed": 3, "train_attn": False, "train_mlp": True, "train_unembed": False}
     assert check_adapter(given, LIMITS) == AdapterSpec(8, 3, False, True, False)
+    assert check_adapter({"rank": 8, "alpha": 4}, LIMITS).alpha == 4.0
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,10 @@ def test_a_client_that_says_nothing_trains_all_kinds_of_layers() -> None:
         ({"rank": 17}, "rank is 17"),
         ({"rank": True}, "rank is True"),
         ({"rank": 2.5}, "rank is 2.5"),
-        ({"rank": 4, "alpha": 3}, r"unknown keys \['alpha'\]"),
+        ({"rank": 4, "r": 3}, r"unknown keys \['r'\]"),
+        ({"rank": 4, "alpha": 0}, "alpha is 0: it must be above 0"),
+        ({"rank": 4, "alpha": float("inf")}, "alpha is inf: it must be a finite number"),
+        ({"rank": 4, "alpha": "16"}, "alpha is '16': it must be a finite number"),
         ({"rank": 4, "seed": "x"}, "seed is 'x'"),
         ({"rank": 4, "train_mlp": 1}, "train_mlp is 1"),
         ({"rank": 4, "train_mlp": False, "train_attn": False, "train_unembed": False}, "trains no layers"),

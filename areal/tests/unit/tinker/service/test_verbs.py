@@ -19,8 +19,23 @@ from areal.tests.unit.tinker.service.fakes import (
     train,
 )
 from areal.tinker.backends.prepared import PassResult, SamplingResult
+from areal.tinker.service.checkpoints import spec_of
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, UnloadModel
 from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
+
+
+def test_alpha_of_a_model_is_stored(tmp_path: Path) -> None:
+    """The rows of a model and of its checkpoint describe the adapter, also to a server that is started again."""
+
+    async def main() -> None:
+        async with serving(tmp_path, FakeTraining()) as service:
+            model = await new_model(service, alpha=16.0)
+            saved = await done(service, SaveWeights(model, 1, digest(1), path="one"))
+        async with serving(tmp_path, FakeTraining()) as service:
+            assert spec_of(await service.parts.runs.row(model)).alpha == 16.0
+            assert spec_of((await service.parts.registry.find(saved["path"]))[1]).alpha == 16.0
+
+    asyncio.run(main())
 
 
 def test_train_save_sample_and_resume(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""SkyRL, unmodified, on the engines of this library: run by ``make test-skyrl``."""
