@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import re
@@ -119,7 +118,7 @@ class CallFormat:
             begin, place = match.span()
             try:
                 call, length = self.core.read(text[place:], types)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if not alone:
                     calls.errors.append(f"{text[begin : begin + 200]!r}: {error}")
             else:
@@ -249,10 +248,12 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def _value(text: str, kind: str | None) -> Any:
-    """Return a value of a JSON type, written as JSON or as Python does. Text that is neither is a string."""
-    for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError):
-            return read(text)
+    """Return a value of a JSON type, written as JSON or with Python's constants. Text that is neither is a string."""
+    constants = {"True": True, "False": False, "None": None}
+    if text.strip() in constants:
+        return constants[text.strip()]
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
     if kind not in (None, "string"):
         raise ValueError(f"a parameter of the type {kind} has the value {text[:100]!r}")
     return text

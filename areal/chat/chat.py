@@ -80,7 +80,8 @@ class Chat:
         ids = list(tokens)
         complete = bool(ids) and ids[-1] in self.stop_token_ids
         # Without special tokens skipped: they delimit reasoning and calls.
-        text = str(self.template.tokenizer.decode(ids[:-1] if complete else ids, skip_special_tokens=False))
+        kept = ids[:-1] if complete else ids
+        text = str(self.template.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if self._parse_calls is None:
             answer = self._format.parse(text, self._types, complete=complete)
             unknown = [call.name for call in answer.tool_calls if self._types and call.name not in self._types]

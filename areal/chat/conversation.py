@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from areal.chat.answer import Message, ParsedAnswer
@@ -53,9 +54,13 @@ class Conversation:
         return [int(token) for segment in self.segments for token in segment.tokens]
 
     def answer(self, sampled: Sampled) -> ParsedAnswer:
-        """Append a sampled answer, and parse it."""
+        """Append a sampled answer, and parse it. Its calls get identifiers, if they have none."""
         self._expect_answer(True)
         answer = self._chat.parse(sampled.tokens)
+        known = sum(len(each.tool_calls) for each in self.answers)
+        # Nine characters, as some templates want.
+        calls = [replace(call, id=call.id or f"call{known + i:05}") for i, call in enumerate(answer.tool_calls)]
+        answer = replace(answer, tool_calls=tuple(calls))
         self.segments = (*self.segments, sampled.segment())
         self.messages.append(answer.message())
         self.answers.append(answer)

@@ -104,6 +104,12 @@ def test_malformed_calls_are_named_and_stay_in_the_text() -> None:
     assert second == "tool = 'other': choose of calculator, forecast"
 
 
+def test_text_that_is_nested_too_deeply_is_no_call() -> None:
+    chat = chat_of(templates.CHATML, *TOOLS)
+    (error,) = chat.parse(chat.template.ids("<tool_call>\n" + '{"a":' * 10_000)).errors
+    assert "recursion" in error
+
+
 def test_json_that_is_no_call_is_content() -> None:
     chat = chat_of(templates.ALONE, *TOOLS)
     assert chat.parse([*chat.template.ids('{"answer": 4}'), chat.stop_token_ids[0]]) == ParsedAnswer('{"answer": 4}')

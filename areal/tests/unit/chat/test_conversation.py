@@ -30,7 +30,9 @@ def test_results_of_tools_extend_to_the_prompt_of_the_template(name: str) -> Non
     talk.add(*[call.result(calculator(**call.arguments)) for call in answer.tool_calls])
     assert talk.tokens == rendered(chat, talk.messages)
     assert [segment.trainable for segment in talk.segments] == [False, True, False]
-    assert talk.messages[-1]["content"] == "4"
+    assert talk.messages[-1] == {"role": "tool", "name": "calculator", "content": "4", "tool_call_id": "call00000"}
+    talk.answer(sampled(answer_of(chat, message)))
+    assert talk.answers[-1].tool_calls[0].id == "call00001"
 
 
 @pytest.mark.parametrize("name", ["CHATML", "ALONE", "PAIRS", "LISTED", "CLOSED"])
