@@ -63,6 +63,11 @@ class Chat:
         """Tokens that end an answer, for :class:`areal.inference.Sampling`."""
         return self.template.stop_token_ids
 
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Names of the tools."""
+        return tuple(self._types)
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation and the header of the next answer, as ``apply_chat_template`` does.
 

@@ -1,264 +1,41 @@
-"""Reward functions in a bounded pool of threads or processes, with a time limit, so that generation continues meanwhile."""
+"""Reward functions in a pool of threads or processes."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import multiprocessing
-import pickle
-import signal
-import threading
-import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 from areal.inference.protocol import Completion
-from areal.utils.remote_traceback import RemoteTraceback
+from areal.trainer.rollout.call_pool import CallPool
 
 Reward = Callable[[Any, Completion], float] | Callable[[Any, Completion], Awaitable[float]]
 """Returns the reward of an answer to an item. May be a coroutine function."""
 
-_SHOWN = 200
-"""Maximum number of characters of an item in an error message."""
 
-
-class RewardPool:
-    """Calls a reward function with at most ``workers`` calls at once. ``await pool(item, answer)`` works on any event loop.
-
-    A call that exceeds its time limit, or whose episode is cancelled, does not occupy the pool any more: its process is killed; its thread
-    is replaced, and ends when the function returns. A coroutine function runs on the event loop of the caller.
+class RewardPool(CallPool):
+    """Pool of calls of a reward function: ``await pool(item, answer)``.
 
     Each rank that generates computes the rewards of its episodes. If one rank generates for all, it computes all rewards of the run:
     ``processes=True`` distributes them over the cores of its host.
 
     Args:
-        reward: function from an item and an answer to a number. Several threads call it at the same time.
-        workers: maximum number of concurrent calls.
-        seconds: time limit of a call, from its start; ``None`` for no limit.
-        processes: run in processes instead of threads, for functions that hold Python's lock for long or may hang. Function, items and
-            answers are pickled. The script must protect its main code by ``if __name__ == "__main__"``.
+        reward: function from an item and an answer to a number.
+        workers, seconds, processes: see :class:`~areal.trainer.rollout.call_pool.CallPool`.
 
     Raises:
         ValueError: a number is out of range, or ``reward`` cannot run in a process.
     """
 
+    noun = "reward"
+
     def __init__(
         self, reward: Reward, *, workers: int = 16, seconds: float | None = None, processes: bool = False
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"RewardPool.workers = {workers}: it must be at least 1")
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"RewardPool.seconds = {seconds}: it must be above 0, or None for no limit")
-        self._reward, self._seconds, self._limit = reward, seconds, workers
-        self._is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-        if processes:
-            _check_picklable(reward, self._is_async)
-        self._kind: type[_Thread] = _Process if processes else _Thread
-        # Guards everything below, and is notified when a call arrives or the pool closes.
-        self._changed = threading.Condition()
-        self._calls: deque[_Call] = deque()
-        self._workers: set[_Thread] = set()  # those that take calls
-        self._idle = 0
-        self._closing = False
+        super().__init__(reward, workers=workers, seconds=seconds, processes=processes)
 
-    async def __call__(self, item: Any, answer: Completion) -> float:
-        """Return the reward of an answer.
+    async def __call__(self, *args: Any) -> float:
+        """Return the reward of an answer. Raises what :class:`~areal.trainer.rollout.call_pool.CallPool` raises."""
+        return float(await super().__call__(*args))
 
-        Raises:
-            TimeoutError: it took longer than ``seconds``; names the item.
-            RuntimeError: its process ended, or raised: the text has the type of the error.
-            Exception: what the function raised.
-        """
-        if self._is_async:
-            return await self._in_time(cast(Awaitable[float], self._reward(item, answer)), item)
-        call = _Call(item, answer)
-        self._submit(call)
-        try:
-            # The time in the queue does not count.
-            await asyncio.wrap_future(call.started)
-            return await self._in_time(_resolved(call), item)
-        except BaseException:
-            self._abandon(call)
-            raise
-
-    def close(self) -> None:
-        """End the workers that are idle; others end after their calls. The pool may be used again, with new workers."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-
-    async def _in_time(self, work: Awaitable[float], item: Any) -> float:
-        """Await within the time limit."""
-        limit = asyncio.timeout(self._seconds)
-        try:
-            async with limit:
-                return await work
-        except TimeoutError:
-            if not limit.expired():
-                raise  # of the function itself
-            shown = repr(item)
-            shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-            raise TimeoutError(f"the reward of the item {shown} took longer than {self._seconds:g} s") from None
-
-    def _submit(self, call: _Call) -> None:
-        """Queue a call, and start a worker unless one is idle or the limit is reached."""
-        with self._changed:
-            self._closing = False
-            self._calls.append(call)
-            if len(self._calls) > self._idle and len(self._workers) < self._limit:
-                self._start_worker()
-            self._changed.notify()
-
-    def _start_worker(self) -> None:
-        worker = self._kind(self._reward)
-        self._workers.add(worker)
-        # A daemon: a function that hangs must not keep the interpreter from exiting.
-        threading.Thread(target=self._serve, args=(worker,), name="reward", daemon=True).start()
-
-    def _abandon(self, call: _Call) -> None:
-        """Take a call that still runs from the pool, with its worker."""
-        with self._changed:
-            worker = call.worker
-            if call.started.cancel() or worker is None or call.result.done():
-                return
-            self._workers.discard(worker)
-            if self._calls:
-                self._start_worker()
-        worker.stop()
-
-    def _next_call(self, worker: _Thread) -> _Call | None:
-        """Wait for a call. Returns ``None`` if the worker is to end."""
-        with self._changed:
-            while worker in self._workers:
-                self._idle += 1
-                self._changed.wait_for(lambda: self._calls or self._closing)
-                self._idle -= 1
-                if not self._calls:
-                    self._workers.discard(worker)
-                    return None
-                call = self._calls.popleft()
-                # False if its episode was cancelled while it was in the queue.
-                if call.started.set_running_or_notify_cancel():
-                    call.result.set_running_or_notify_cancel()
-                    call.worker = worker
-                    return call
-        return None
-
-    def _serve(self, worker: _Thread) -> None:
-        """Run calls until the pool closes or the worker is replaced. Runs in the worker's thread."""
-        while (call := self._next_call(worker)) is not None:
-            call.started.set_result(None)
-            try:
-                call.result.set_result(worker.run(call.item, call.answer))
-            except Exception as error:
-                # An awaitable cannot raise StopIteration.
-                wrong = isinstance(error, StopIteration)
-                call.result.set_exception(RuntimeError("the reward raised StopIteration") if wrong else error)
-            except BaseException as error:
-                # Such as SystemExit, which would end the event loop.
-                call.result.set_exception(RuntimeError(f"the reward raised {type(error).__name__}: {error}"))
-        worker.stop()
-
-
-class _Call:
-    """A call in the queue or in a worker."""
-
-    def __init__(self, item: Any, answer: Completion) -> None:
-        self.item, self.answer = item, answer
-        self.started: Future[None] = Future()
-        self.result: Future[Any] = Future()
-        self.worker: _Thread | None = None
-
-
-async def _resolved(call: _Call) -> float:
-    """Return the result of a call, which may be awaitable: of a plain function that returns a coroutine."""
-    value = await asyncio.wrap_future(call.result)
-    return await value if inspect.isawaitable(value) else value
-
-
-class _Thread:
-    """Worker that runs the function in its thread."""
-
-    def __init__(self, reward: Reward) -> None:
-        self._reward = reward
-
-    def run(self, item: Any, answer: Completion) -> Any:
-        return self._reward(item, answer)
-
-    def stop(self) -> None:
-        """A thread cannot be stopped."""
-
-
-class _Process(_Thread):
-    """Worker that runs the function in a separate process, started by the first call."""
-
-    def __init__(self, reward: Reward) -> None:
-        super().__init__(reward)
-        self._process: Any = None
-        self._stopped = False
-
-    def run(self, item: Any, answer: Completion) -> Any:
-        if self._process is None:
-            # Spawned: a fork would copy the locks of other threads, and cannot use a GPU's runtime.
-            context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_serve_rewards, args=(theirs, self._reward), daemon=True)
-            self._process.start()
-            theirs.close()
-            if self._stopped:
-                self._process.kill()
-        try:
-            self._connection.send((item, answer))
-            done, value = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join()
-            code, self._process = self._process.exitcode, None
-            raise RuntimeError(
-                f"the process of a reward ended with exit code {code}; a script that uses processes protects its main code by "
-                '`if __name__ == "__main__"`'
-            ) from None
-        if not done:
-            text, where = value
-            raise RuntimeError(text) from RemoteTraceback(where)
-        return value
-
-    def stop(self) -> None:
-        """Kill the process. Its call, if there is one, fails."""
-        self._stopped = True
-        process = self._process
-        if process is not None:
-            process.kill()
-
-
-def _serve_rewards(connection: Connection, reward: Callable[[Any, Completion], Any]) -> None:
-    """Answer calls until the other end closes. Runs in the process of a worker."""
-    # A terminal sends Ctrl-C to all its processes: the trainer ends the run, and its rewards do not fail before.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        try:
-            item, answer = connection.recv()
-        except (EOFError, OSError):
-            return
-        # As text: an exception may not be picklable.
-        try:
-            reply: tuple[bool, Any] = (True, float(reward(item, answer)))
-        except Exception as error:
-            reply = (False, (f"{type(error).__name__}: {error}", traceback.format_exc().rstrip()))
-        connection.send(reply)
-
-
-def _check_picklable(reward: Reward, is_async: bool) -> None:
-    """Raise a ``ValueError`` if a function cannot run in a process."""
-    if is_async:
-        raise ValueError(
-            f"RewardPool.processes with {reward!r}: a coroutine function runs on the event loop; leave processes out"
-        )
-    try:
-        pickle.dumps(reward)
-    except Exception as error:
-        raise ValueError(
-            f"RewardPool.processes with {reward!r}: it cannot be pickled ({error}). Define it at the top level of a module, or use threads"
-        ) from None
+    def describe(self, argument: Any) -> str:
+        return f"the reward of the item {argument}"

@@ -131,20 +131,20 @@ def owner_that_plays_half(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.rewards:RewardPool.__call__",
+    "areal.trainer.rollout.call_pool:CallPool.__call__",
     REWARDS.format("test_slow_reward_does_not_hold_up_other_episodes"),
 )
 def reward_on_the_event_loop(right: Function) -> Function:
     """A synchronous reward runs on the event loop of the episodes."""
 
-    async def wrong(self: Any, item: Any, answer: Any) -> Any:
-        return self._reward(item, answer)
+    async def wrong(self: Any, *args: Any) -> Any:
+        return self._function(*args)
 
     return wrong
 
 
 @mutant(
-    "areal.trainer.rollout.rewards:RewardPool._abandon",
+    "areal.trainer.rollout.call_pool:CallPool._abandon",
     REWARDS.format("test_hanging_reward_fails_its_episode_only[1]"),
 )
 def hanging_reward_keeps_its_thread(right: Function) -> Function:
