@@ -105,7 +105,7 @@ def test_killed_rank(cluster: Any, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(280)
 def test_process_that_is_left_goes_on_in_another_layout(cluster: Any, tmp_path: Path) -> None:
-    """Without a new process: a kill costs at most three times what an engine and its checkpoint cost in a process that runs."""
+    """Without a new process: a kill costs what an engine and its checkpoint cost in a process that runs, and a second or two."""
     meta = SaveLoadMeta(tmp_path / "step", weight_format="dcp")
     with RayWorkers(2, environment=ENVIRONMENT) as workers, WorkerGroup(config("fsdp:d2"), workers) as group:
         group.initialize(FinetuneSpec(total_train_steps=1000))
@@ -134,7 +134,8 @@ def test_process_that_is_left_goes_on_in_another_layout(cluster: Any, tmp_path: 
         group.load(meta)
         loaded = time.monotonic() - begin
         print(f"restart {restarted:.2f} s, load {loaded:.2f} s")
-        assert restarted < 3 * loaded + 1
+        # The fixed cost is a second or two, more on a busy machine; a load of a large model is minutes.
+        assert restarted < 3 * loaded + PROMPTLY
 
         # More ranks are new processes.
         with ending(workers):
