@@ -61,7 +61,9 @@ def all_extras() -> list[str]:
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [
-        name for name in project["optional-dependencies"] if name not in ("gpu", "docs", "dev", "test", "verl", "skyrl", "trl")
+        name
+        for name in project["optional-dependencies"]
+        if name not in ("gpu", "docs", "dev", "test", "verl", "skyrl", "trl")
     ]
 
 
