@@ -65,7 +65,7 @@ class ParsedAnswer:
 
 @dataclass
 class ParsedCalls:
-    """ParsedCalls found in a text.
+    """Calls found in a text.
 
     Attributes:
         calls: parsed.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from areal.chat.answer import ParsedAnswer, ToolCall
 from areal.chat.call_format import CallFormat, Types, learn
-from areal.chat.template import MARK, Template, common
+from areal.chat.template import CALL, MARK, Template, common, cut
 
 REASON = "XREASONX"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -37,10 +37,9 @@ class AnswerFormat:
         stops = [str(tokenizer.convert_ids_to_tokens(token)) for token in template.stop_token_ids]
         plain = template.answered({"content": MARK}) or MARK
         header, _, footer = plain.partition(MARK)
-        footer = footer[: min((footer.index(stop) for stop in stops if stop in footer), default=0)]
+        footer = cut(footer, stops) if any(stop in footer for stop in stops) else ""
         opening = ""
         closings: tuple[str, ...] = ()
-        call = {"type": "function", "id": "call00001", "function": {"name": MARK, "arguments": {MARK: MARK}}}
         for field in REASONING_FIELDS:
             text = template.answered({"content": MARK, field: REASON}, exact=True)
             if text is None or REASON not in text or MARK not in text:
@@ -48,7 +47,7 @@ class AnswerFormat:
             begin = text.index(REASON)
             opening, closing = text[:begin], text[begin + len(REASON) : text.index(MARK)]
             closings = (closing,)
-            calling = template.answered({field: REASON, "tool_calls": [call]})
+            calling = template.answered({field: REASON, "tool_calls": [CALL.message()]})
             if calling is not None and REASON in calling:
                 behind = calling[calling.index(REASON) + len(REASON) :]
                 closings = (closing, closing[: common(closing, behind)])
@@ -64,8 +63,7 @@ class AnswerFormat:
         if text is None:
             return False
         types = {"xname": {"xone": "string", "xtwo": "integer"}}
-        text = text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
-        found = self.parse(text, types, complete=True)
+        found = self.parse(cut(text, stops), types, complete=True)
         return not found.content and [(x.name, x.arguments) for x in found.tool_calls] == [(call.name, call.arguments)]
 
     def parse(self, text: str, types: Types, *, complete: bool) -> ParsedAnswer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from areal.chat.answer import ParsedCalls, ToolCall
-from areal.chat.template import Template
+from areal.chat.template import Template, common, cut
 
 NAMES, KEYS, VALUES, ID = ("xnameax", "xnamebx"), ("xkeyax", "xkeybx"), ("xvalueax", "xvaluebx"), "callx0001"
 """Texts that no template contains, for two calls."""
@@ -143,35 +143,23 @@ def learn(template: Template, header: str, stops: list[str]) -> CallFormat | Non
         stops: texts that end an answer.
     """
 
-    def render(*calls: dict[str, Any], as_text: bool) -> str | None:
+    def render(*calls: dict[str, str]) -> str:
         made = [
-            {
-                "id": f"{ID[:-1]}{i}",
-                "type": "function",
-                "function": {**call, "arguments": json.dumps(x) if as_text else x},
-            }
-            for i, call in enumerate(calls)
-            for x in (call["arguments"],)
+            ToolCall(name, values, f"{ID[:-1]}{i}") for i, (name, values) in enumerate(zip(NAMES, calls, strict=False))
         ]
-        return template.answered({"tool_calls": made})
+        return template.answered({"tool_calls": [call.message() for call in made]}) or ""
 
-    one, other = ({"name": n, "arguments": {k: v}} for n, k, v in zip(NAMES, KEYS, VALUES, strict=True))
-    for as_text in (False, True):
-        text = render(one, as_text=as_text)
-        if text is not None and NAMES[0] in text and VALUES[0] in text:
-            break
-    else:
+    one, other = ({key: value} for key, value in zip(KEYS, VALUES, strict=True))
+    text, pairs, both = render(one), render(one | other), render(one, other)
+    if NAMES[0] not in text or VALUES[0] not in text:
         return None
-    pairs = render({"name": NAMES[0], "arguments": dict(zip(KEYS, VALUES, strict=True))}, as_text=as_text) or ""
     for find in (_find_object, _find_named, _find_pairs):
         found = find(text, pairs)
         if found is None:
             continue
         core, begin, end = found
-        tail = text[end:]
-        tail = tail[: min((tail.index(stop) for stop in stops if stop in tail), default=len(tail))]
+        tail = cut(text[end:], stops)
         opening = text[:begin].removeprefix(header)
-        both = render(one, other, as_text=as_text) or ""
         second = find(both[end:], "") if NAMES[1] in both and both.startswith(text[:end]) else None
         if second is None:
             return CallFormat(opening, "", tail, "", core)
@@ -260,11 +248,7 @@ def _value(text: str, kind: str | None) -> Any:
 
 
 def _common_suffix(one: str, other: str) -> str:
-    length = next(
-        (i for i, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
-    return one[len(one) - length :]
+    return one[len(one) - common(one[::-1], other[::-1]) :]
 
 
 def _loose(text: str) -> str:

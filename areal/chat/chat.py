@@ -89,12 +89,16 @@ class Chat:
         text = str(self.template.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if self._parse_calls is None:
             answer = self._format.parse(text, self._types, complete=complete)
-            unknown = [call.name for call in answer.tool_calls if self._types and call.name not in self._types]
-            errors = (f"tool = {name!r}: choose of {', '.join(self._types)}" for name in unknown)
-            return replace(answer, errors=(*answer.errors, *errors))
-        calls = self._parse_calls(text)
-        answer = replace(self._format, calls=None).parse(calls.rest, self._types, complete=complete)
-        return replace(answer, tool_calls=tuple(calls.calls), errors=tuple(calls.errors))
+        else:
+            calls = self._parse_calls(text)
+            answer = replace(self._format, calls=None).parse(calls.rest, self._types, complete=complete)
+            answer = replace(answer, tool_calls=tuple(calls.calls), errors=tuple(calls.errors))
+        unknown = [call.name for call in answer.tool_calls if self._types and call.name not in self._types]
+        return replace(answer, errors=(*answer.errors, *map(self.unknown, unknown)))
+
+    def unknown(self, name: str) -> str:
+        """Return the error of a call that names no tool."""
+        return f"tool = {name!r}: choose of {', '.join(self._types)}"
 
     def segments(self, messages: Sequence[Message], train: Literal["all", "last"] = "all") -> tuple[Segment, ...]:
         """Return the tokens of a finished conversation, as ``apply_chat_template`` does, in segments.

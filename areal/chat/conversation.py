@@ -110,12 +110,13 @@ class Conversation:
         """
         template = self._chat.template
         before, after = template.text(earlier), template.text([*earlier, *new], prompt=True)
-        begin = len(template.text(earlier[:-1], prompt=True))
+        prompt = template.text(earlier[:-1], prompt=True)
+        begin = len(prompt)
         if mark:
             if mark not in after:
                 return None
             before, after, begin = before[before.rindex(mark) :], after[after.rindex(mark) :], len(mark)
-        elif not before.startswith(template.text(earlier[:-1], prompt=True)):
+        elif not before.startswith(prompt):
             return None
         same = common(before, after)
         tokens = template.spans(after)

@@ -11,11 +11,12 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from areal.chat.answer import Message
+from areal.chat.answer import Message, ToolCall
 
 USER: Message = {"role": "user", "content": "Hello."}
 MARK = "XMARKX"
 """Text that no template contains."""
+CALL = ToolCall(MARK, {MARK: MARK}, "call00001")
 
 
 class Template:
@@ -112,10 +113,9 @@ class Template:
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: those that the template has behind one, and the tokenizer's end of sequence."""
-        call = {"id": "call00001", "type": "function", "function": {"name": MARK, "arguments": {MARK: MARK}}}
-        result = {"role": "tool", "name": MARK, "content": "Done.", "tool_call_id": "call00001"}
         found, by_header = self._end({"content": MARK}, USER, None)
-        ends = [found, self._end({"tool_calls": [call]}, result, by_header)[0], self.tokenizer.eos_token_id]
+        by_call, _ = self._end({"tool_calls": [CALL.message()]}, CALL.result("Done."), by_header)
+        ends = [found, by_call, self.tokenizer.eos_token_id]
         stops = tuple(dict.fromkeys(end for end in ends if end is not None))
         if not stops:
             raise ValueError(
@@ -175,3 +175,8 @@ def common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def cut(text: str, ends: Sequence[str]) -> str:
+    """Return the text before the first of some texts; all of it if there is none."""
+    return text[: min((text.index(end) for end in ends if end in text), default=len(text))]

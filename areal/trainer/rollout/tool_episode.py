@@ -81,7 +81,7 @@ class ToolEpisode:
         self._max_turns, self._max_tokens = max_turns, max_tokens
 
     async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:
-        """Generate answers and call tools until an answer has no calls, or a limit is reached."""
+        """Generate answers and call tools until an answer is without calls, or a limit is reached."""
         talk = self._chat.start(self._messages(item), self._rewrites)
         errors = 0
         for turn in range(self._max_turns):
@@ -121,7 +121,7 @@ class ToolEpisode:
     async def _result(self, call: ToolCall) -> tuple[Message, bool]:
         """Return the message with the result of a call, and whether it failed."""
         if call.name not in self._pools:
-            return call.result(_error(f"tool = {call.name!r}: choose of {', '.join(self._pools)}")), True
+            return call.result(_error(self._chat.unknown(call.name))), True
         try:
             return call.result(await self._pools[call.name](call)), False
         except Exception as error:

@@ -240,6 +240,7 @@ class VLLMRoutes:
             model=self._model,
             prompt=list(prompt),
             **_drawing(sampling, generated, seed),
+            logprobs=sampling.top_logprobs,
             return_tokens_as_token_ids=True if sampling.top_logprobs else None,
             request_id=name,
         )
@@ -290,8 +291,7 @@ class VLLMTokenRoutes(VLLMRoutes):
     ) -> HTTPCall[ReplyBody]:
         # Stop strings need the text. The first of the most likely tokens is the sampled one, so that one more is needed.
         top = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
-        fields = _drawing(sampling, generated, seed) | {"logprobs": top}
-        drawn = VLLMSampling(**fields, detokenize=bool(sampling.stop))
+        drawn = VLLMSampling(**_drawing(sampling, generated, seed), logprobs=top, detokenize=bool(sampling.stop))
         body = VLLMGenerate(request_id=name, model=self._model, token_ids=list(prompt), sampling_params=drawn)
         return HTTPCall("/inference/v1/generate", body, VLLMGenerated)
 
@@ -337,7 +337,6 @@ def _drawing(sampling: Sampling, generated: int, seed: int) -> dict[str, Any]:
         "stop": list(sampling.stop) or None,
         "stop_token_ids": list(sampling.stop_token_ids or ()),
         "ignore_eos": sampling.stop_token_ids is not None,
-        "logprobs": sampling.top_logprobs,
         # The same seed would repeat the same random numbers.
         "seed": mixed(seed, generated) if generated else seed,
     }
