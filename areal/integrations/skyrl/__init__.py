@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import skyrl
-from packaging.version import Version
+
+from areal.integrations.releases import warn_untested
 
 TESTED = ("0.3.0", "0.3.0")
 """First and last release of SkyRL that the tests have run with."""
 
-if not Version(TESTED[0]) <= Version(skyrl.__version__) <= Version(TESTED[1]):
-    warnings.warn(
-        f"SkyRL {skyrl.__version__}: areal.integrations.skyrl was tested with {' to '.join(dict.fromkeys(TESTED))}",
-        stacklevel=2,
-    )
+warn_untested("SkyRL", skyrl.__version__, __name__, TESTED)

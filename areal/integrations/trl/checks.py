@@ -6,6 +6,8 @@ from typing import Any
 
 import trl
 
+from areal.integrations.releases import is_tested
+
 TESTED = ("1.16.0", "1.16.0")
 """Oldest and newest release of TRL that the tests ran with."""
 
@@ -17,8 +19,7 @@ def check(
 
     ``unsupported`` names options that must have their defaults; ``rules`` has, by name, if a value is supported, and the way out.
     """
-    oldest, newest = (tuple(map(int, tested.split("."))) for tested in TESTED)
-    if not oldest <= tuple(int(part) for part in release.split(".")[:3] if part.isdigit()) <= newest:
+    if not is_tested(release, TESTED):
         warnings.warn(f"trl = {release}: areal.integrations.trl was tested with {' to '.join(TESTED)}", stacklevel=3)
     defaults = {name: type(args).__dataclass_fields__[name].default for name in unsupported}
     plain = {

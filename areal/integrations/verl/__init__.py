@@ -5,11 +5,9 @@ verl finds this package by its entry point ``verl.plugins``, and loads it with `
 
 from __future__ import annotations
 
-import warnings
-
 import verl
-from packaging.version import Version
 
+from areal.integrations.releases import warn_untested
 from areal.integrations.verl.config import ArealEngineConfig
 from areal.integrations.verl.engine import ArealEngine
 
@@ -18,8 +16,4 @@ __all__ = ["ArealEngine", "ArealEngineConfig"]
 TESTED = ("0.9.1", "0.9.1")
 """First and last release of verl that the tests have run with."""
 
-if not Version(TESTED[0]) <= Version(verl.__version__) <= Version(TESTED[1]):
-    warnings.warn(
-        f"verl {verl.__version__}: areal.integrations.verl was tested with {' to '.join(dict.fromkeys(TESTED))}",
-        stacklevel=2,
-    )
+warn_untested("verl", verl.__version__, __name__, TESTED)

@@ -1,4 +1,4 @@
-"""Add the alpha of each adapter. Earlier rows have none: theirs is in the files of the adapter."""
+"""Add the alpha of each adapter. That of earlier rows is in the files of the adapter."""
 
 from __future__ import annotations
 
