@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-skyrl test-trl test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-skyrl test-trl test-agents test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -113,6 +113,9 @@ test-skyrl: $(VENV)-skyrl/.ready ## Train and sample with SkyRL's Tinker server 
 
 test-trl: $(VENV)-trl/.ready ## Train with TRL's trainers on our rollouts and engines, and compare with TRL alone; on the CPU.
 	OMP_NUM_THREADS=1 $(VENV)-trl/bin/python -m pytest -q -rA areal/tests/trl $(PYTEST_ARGS)
+
+test-agents: $(VENV)-agents/.ready ## Run the published OpenAI client and Agents SDK against the gateway; on the CPU.
+	OMP_NUM_THREADS=1 $(VENV)-agents/bin/python -m pytest -q -rA areal/tests/agents $(PYTEST_ARGS)
 
 test-templates: $(VENV)/.test $(VENV)-templates/.ready ## Compare prompts, masks and calls with the chat templates of published models.
 	PYTHONPATH=$(VENV)-templates $(BIN)/python -m pytest -q areal/tests/chat $(PYTEST_ARGS)
@@ -219,6 +222,11 @@ $(VENV)-skyrl/.ready: pyproject.toml
 $(VENV)-trl/.ready: pyproject.toml
 	.ci/venv $(PYTHON) $(VENV)-trl
 	.ci/pip $(VENV)-trl/bin/python --no-compile 'torch>=2.11,<2.14' -e '.[jax,megatron,test,trl]'
+	touch $@
+
+$(VENV)-agents/.ready: pyproject.toml
+	.ci/venv $(PYTHON) $(VENV)-agents
+	.ci/pip $(VENV)-agents/bin/python --no-compile 'torch>=2.11,<2.14' openai==3.57.0 openai-agents==0.24.0 -e '.[agents,test]'
 	touch $@
 
 # The wheel alone, for the templates inside.

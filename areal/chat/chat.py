@@ -14,7 +14,7 @@ from areal.chat.answer import Message, ParsedAnswer
 from areal.chat.answer_format import AnswerFormat
 from areal.chat.call_format import Parser
 from areal.chat.conversation import Conversation
-from areal.chat.template import Template, common
+from areal.chat.template import Template, common, cut
 from areal.utils.data.sequences import Segment, from_segments
 
 
@@ -80,13 +80,14 @@ class Chat:
         """Begin a conversation that a model continues: see :class:`Conversation`."""
         return Conversation(self, messages, rewrites)
 
-    def parse(self, tokens: Sequence[int]) -> ParsedAnswer:
-        """Parse a sampled answer."""
+    def parse(self, tokens: Sequence[int], stop: Sequence[str] = ()) -> ParsedAnswer:
+        """Parse a sampled answer, up to the first of the strings ``stop``."""
         ids = list(tokens)
         complete = bool(ids) and ids[-1] in self.stop_token_ids
         # Without special tokens skipped: they delimit reasoning and calls.
         kept = ids[:-1] if complete else ids
         text = str(self.template.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        text = cut(text, stop)
         if self._parse_calls is None:
             answer = self._format.parse(text, self._types, complete=complete)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -53,10 +54,16 @@ class Conversation:
         """All tokens so far: the prompt of the next answer."""
         return [int(token) for segment in self.segments for token in segment.tokens]
 
-    def answer(self, sampled: Sampled) -> ParsedAnswer:
-        """Append a sampled answer, and parse it. Its calls get identifiers, if they have none."""
+    def fork(self) -> Conversation:
+        """Return a copy, which can be continued otherwise."""
+        other = copy.copy(self)
+        other.messages, other.answers = list(self.messages), list(self.answers)
+        return other
+
+    def answer(self, sampled: Sampled, stop: Sequence[str] = ()) -> ParsedAnswer:
+        """Append a sampled answer, and parse its text before the first of the strings ``stop``. Its calls get identifiers, if they have none."""
         self._expect_answer(True)
-        answer = self._chat.parse(sampled.tokens)
+        answer = self._chat.parse(sampled.tokens, stop)
         known = sum(len(each.tool_calls) for each in self.answers)
         # Nine characters, as some templates want.
         calls = [replace(call, id=call.id or f"call{known + i:05}") for i, call in enumerate(answer.tool_calls)]

@@ -25,7 +25,7 @@ LAYERS = {
     "cli": 6,
     "integrations": 6,
 }
-HOMES = {
+HOMES: dict[str, str | tuple[str, ...] | None] = {
     "megatron": "engine/megatron",
     "flash_attn": "engine/attention/kernels.py",
     "peft": "engine/lora",
@@ -33,9 +33,9 @@ HOMES = {
     "jaxlib": "engine/jax",
     "optax": "engine/jax",
     "ray": "dispatch/ray",
-    "fastapi": "tinker/api",
-    "starlette": "tinker/api",
-    "uvicorn": "cli",
+    "fastapi": ("tinker/api", "inference/gateway"),
+    "starlette": ("tinker/api", "inference/gateway"),
+    "uvicorn": ("cli", "inference/gateway"),
     "sqlalchemy": "tinker/service",
     "alembic": "tinker/service",
     "google": "tinker/api",
@@ -79,8 +79,12 @@ def optional_dependencies(files: Sources) -> Iterator[str]:
     for source in files.library:
         for line, module in imported(source):
             name = module.split(".")[0]
-            if name in HOMES and not source.module.startswith((HOMES[name] or "nowhere", "integrations/")):
-                yield source.at(line, f"{name} is optional: import it in {HOMES[name] or 'examples and tests'} only")
+            homes = HOMES.get(name)
+            homes = (homes,) if isinstance(homes, str) else homes or ()
+            if name in HOMES and not source.module.startswith((*homes, "integrations/")):
+                yield source.at(
+                    line, f"{name} is optional: import it in {' or '.join(homes) or 'examples and tests'} only"
+                )
 
 
 def inside_functions(files: Sources) -> Iterator[str]:

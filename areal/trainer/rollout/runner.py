@@ -102,6 +102,7 @@ class Runner:
         self._waits = True  # for advance, after which weights of the state are in use
         self._life = 0  # number of states that were loaded
         self._closed = False
+        self._opened = False  # the episode was entered
         self._fault: Exception | None = None
         self._at_close = contextlib.ExitStack()
         # Counts for the log, and when each was logged last.
@@ -282,10 +283,29 @@ class Runner:
     def _serve(self) -> None:
         """Run the event loop until :meth:`close`, then cancel its tasks."""
         asyncio.set_event_loop(self._loop)
+        opened = contextlib.AsyncExitStack()
+        self._loop.run_until_complete(self._open(opened))
         self._loop.run_forever()
         for task in self._tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        try:
+            self._loop.run_until_complete(opened.aclose())
+        except Exception:
+            logger.exception("rank %d: the episode could not be left", self.rank)
+
+    async def _open(self, opened: contextlib.AsyncExitStack) -> None:
+        """Enter an episode that is an asynchronous context manager, then allow groups to start."""
+        fault: Exception | None = None
+        try:
+            if isinstance(self._episode, contextlib.AbstractAsyncContextManager):
+                await opened.enter_async_context(self._episode)
+        except Exception as error:
+            fault = error  # next_batch raises it
+        with self._changed:
+            self._opened, self._fault = True, fault
+            self._changed.notify_all()
+        self._start_allowed()
 
     def _start_allowed(self) -> None:
         """Start the groups that staleness and concurrency allow."""
@@ -293,7 +313,7 @@ class Runner:
             # Each replaced group allows one more, so that a batch is always filled.
             allowed = (self._trained + self.plan.max_staleness + 1) * self.per_batch + self._rejected
             room = max(1, self.plan.max_concurrent // self.plan.group_size)
-            stopped = self._waits or self._draining or self._closed or self._fault is not None
+            stopped = not self._opened or self._waits or self._draining or self._closed or self._fault is not None
             while not stopped and self._next < allowed and self._running < room:
                 task = self._loop.create_task(self._play(self._next, self._life))
                 self._tasks.add(task)

@@ -1,0 +1,52 @@
+"""Requests with a text or tokens: ``/v1/completions`` of OpenAI's interface, and vLLM's ``/inference/v1/generate``.
+
+Source: https://platform.openai.com/docs/api-reference/completions/create; vLLM 0.32.0, ``entrypoints/scale_out/token_in_token_out/protocol.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from areal.inference.gateway.chat_request import StreamOptions
+from areal.inference.gateway.drawing import Drawing
+from areal.inference.protocol import Sampling
+
+
+class TextRequest(Drawing):
+    """A request for the continuations of one or several texts, or of their tokens."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    def prompts(self, tokenize: Callable[[str], list[int]]) -> list[list[int]]:
+        """Return the token ids of each prompt."""
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        prompts: list[Any] = list(self.prompt) if several else [self.prompt]
+        return [tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def sampling(self, default: Sampling, *, fixed: bool) -> Sampling:
+        """See :meth:`Drawing.sampling`."""
+        found = Drawing.sampling(self, default, fixed=fixed)
+        return Sampling(**{**vars(found), "top_logprobs": self.logprobs or 0})
+
+
+class TokenDrawing(Drawing):
+    """``sampling_params`` of :class:`TokenRequest`."""
+
+    TAKEN: ClassVar[frozenset[str]] = frozenset({"logprobs"})
+
+
+class TokenRequest(BaseModel):
+    """A request for the continuation of token ids."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: TokenDrawing = Field(default_factory=TokenDrawing)
