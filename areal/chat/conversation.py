@@ -61,7 +61,7 @@ class Conversation:
         return other
 
     def answer(self, sampled: Sampled, stop: Sequence[str] = ()) -> ParsedAnswer:
-        """Append a sampled answer, and parse its text before the first of the strings ``stop``. Its calls get identifiers, if they have none."""
+        """Append a sampled answer, and parse its text up to the first of the strings ``stop``. Calls without an identifier get one."""
         self._expect_answer(True)
         answer = self._chat.parse(sampled.tokens, stop)
         known = sum(len(each.tool_calls) for each in self.answers)

@@ -11,8 +11,23 @@ from areal.inference.gateway.request_error import refused
 from areal.inference.protocol import Sampling
 
 IGNORED = frozenset(
-    "metadata store user service_tier safety_identifier prompt_cache_key prompt_cache_retention cache_salt priority verbosity "
-    "prediction skip_special_tokens spaces_between_special_tokens add_special_tokens return_tokens_as_token_ids".split()
+    {
+        "add_special_tokens",
+        "cache_salt",
+        "metadata",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "return_tokens_as_token_ids",
+        "safety_identifier",
+        "service_tier",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "store",
+        "user",
+        "verbosity",
+    }
 )
 """Fields without an effect on the distribution from which tokens are drawn."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {

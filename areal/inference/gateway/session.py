@@ -122,7 +122,7 @@ class Session:
             self.check_open()
             raise
         except ValueError as error:
-            raise RequestError(400, "context_length_exceeded", str(error), "messages") from None
+            raise RequestError(400, "invalid_prompt", str(error)) from None
         finally:
             task.cancel()
             self._running.discard(task)

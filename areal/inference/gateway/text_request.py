@@ -1,6 +1,7 @@
 """Requests with a text or tokens: ``/v1/completions`` of OpenAI's interface, and vLLM's ``/inference/v1/generate``.
 
-Source: https://platform.openai.com/docs/api-reference/completions/create; vLLM 0.32.0, ``entrypoints/scale_out/token_in_token_out/protocol.py``.
+Sources: https://platform.openai.com/docs/api-reference/completions/create; ``entrypoints/scale_out/token_in_token_out/protocol.py`` of
+vLLM 0.32.0.
 """
 
 from __future__ import annotations

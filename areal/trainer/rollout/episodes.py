@@ -19,8 +19,9 @@ class Episode(Protocol):
 
     The sequences of one run are one member of their group: its reward in the baseline is the mean of their rewards.
     If it has a method ``close``, a runner calls it at its end. If it is an asynchronous context manager, the runner enters it on its event loop
-    before the first run, and leaves it after the last: there it can start what all runs share, such as a server. ``run`` must not block the event loop, on which all episodes run: slow
-    synchronous work belongs in a :class:`~areal.trainer.rollout.rewards.RewardPool` or in ``asyncio.to_thread``.
+    before the first run, and leaves it after the last: there it can start what all runs share, such as a server. ``run`` must not block the
+    event loop, on which all episodes run: slow synchronous work belongs in a :class:`~areal.trainer.rollout.rewards.RewardPool` or in
+    ``asyncio.to_thread``.
     """
 
     async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:

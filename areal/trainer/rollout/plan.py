@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from areal.trainer.rollout.sequence import Sequence
+from areal.utils.seeding import mixed
 
 Keep = Callable[[list[Sequence]], bool]
 """Returns False for a group to replace with a group of the next item."""
@@ -104,6 +108,31 @@ class Plan:
             if getattr(self, name) < least:
                 raise ValueError(f"Plan.{name} = {getattr(self, name)}: it must be at least {least}")
 
+    def item_of(self, index: int, n_items: int) -> int:
+        """Return the index of a group's item: the data set is iterated epoch after epoch, each in another order.
+
+        Args:
+            index: number of the group in the run.
+            n_items: number of items.
+        """
+        epoch, position = divmod(index, n_items)
+        return _permutation(mixed(self.seed, epoch), n_items)[position] if self.shuffle else position
+
+    def too_many_rejected(self, rejected: int, per_batch: int) -> RuntimeError | None:
+        """Return an error if ``keep`` rejected more groups than is allowed for the batches that are being played.
+
+        Args:
+            rejected: number of rejected groups among those of these batches.
+            per_batch: number of groups of a batch that this rank plays.
+        """
+        groups = per_batch * (self.max_staleness + 1)
+        if self.max_rejected is None or rejected <= self.max_rejected * groups:
+            return None
+        return RuntimeError(
+            f"keep= rejected {rejected} groups, more than Plan.max_rejected = {self.max_rejected} for each of the {groups} groups that this "
+            "rank is to play now: change keep or the items, or raise max_rejected"
+        )
+
     def order(self, n_items: int) -> dict[str, int]:
         """Return what the order of the groups of a run depends on, for its state.
 
@@ -125,3 +154,9 @@ class Plan:
                     f"{'len(items)' if name == 'items' else f'Plan.{name}'} = {now[name]}, and the run was saved with {value}: groups would be "
                     f"repeated or left out; go on with {value}, or begin another run with the saved weights"
                 )
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(seed: int, length: int) -> list[int]:
+    """Return a random order of ``length`` items. Two are cached: a batch may span two epochs."""
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()

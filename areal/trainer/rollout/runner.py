@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import threading
@@ -21,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-import torch
 import torch.distributed as dist
 
 from areal.inference.protocol import RolloutClient
@@ -29,7 +27,6 @@ from areal.trainer.rollout.episodes import Episode
 from areal.trainer.rollout.plan import Group, Items, Keep, Plan
 from areal.trainer.rollout.seeded import SeededClient
 from areal.trainer.rollout.sequence import Sequence
-from areal.utils.seeding import mixed
 
 logger = logging.getLogger(__name__)
 
@@ -336,22 +333,12 @@ class Runner:
                 return
             self._finished[number] = played
             self._rejected += not isinstance(played, Group)
-            self._fault = self._fault or fault or self._too_many_rejected()
+            rejected = sum(not isinstance(played, Group) for played in self._finished.values())
+            self._fault = self._fault or fault or self.plan.too_many_rejected(rejected, self.per_batch)
             self._running -= 1
             self._changed.notify_all()
         self._log_lost(played)
         self._start_allowed()
-
-    def _too_many_rejected(self) -> RuntimeError | None:
-        """Return an error if ``keep`` rejected more groups than the plan allows for the batches that are being played."""
-        rejected = sum(not isinstance(played, Group) for played in self._finished.values())
-        batches, each = self.plan.max_staleness + 1, self.plan.max_rejected
-        if each is None or rejected <= each * self.per_batch * batches:
-            return None
-        return RuntimeError(
-            f"keep= rejected {rejected} groups, more than Plan.max_rejected = {each} for each of the {self.per_batch * batches} groups that "
-            "this rank is to play now: change keep or the items, or raise max_rejected"
-        )
 
     def _log_lost(self, played: Group | float) -> None:
         """Log rejected groups and failed episodes, at most once in a while."""
@@ -373,7 +360,7 @@ class Runner:
 
     async def _play_group(self, index: int) -> Group:
         """Run all episodes of one item concurrently."""
-        item = self._item(index)
+        item = self._items[self.plan.item_of(index, len(self._items))]
         # Seeds depend on the plan, the group and the episode only, not on the rank or on timing.
         clients = [SeededClient(self._client, (self.plan.seed, index, i)) for i in range(self.plan.group_size)]
         played = await asyncio.gather(*(self._run_episode(client, item) for client in clients), return_exceptions=True)
@@ -401,20 +388,7 @@ class Runner:
             sequence.sample()  # an invalid sequence fails its episode, not the run
         return sequences
 
-    def _item(self, index: int) -> Any:
-        """Return the item of a group: the data set is iterated epoch after epoch, each in another order."""
-        epoch, position = divmod(index, len(self._items))
-        if self.plan.shuffle:
-            position = _permutation(mixed(self.plan.seed, epoch), len(self._items))[position]
-        return self._items[position]
-
 
 def _place_in_world() -> tuple[int, int]:
     """Return rank and size of the default process group, or of one process without it."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-@functools.lru_cache(maxsize=2)
-def _permutation(seed: int, length: int) -> list[int]:
-    """Return a random order of ``length`` items. Two are cached: a batch may span two epochs."""
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()

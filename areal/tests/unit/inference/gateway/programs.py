@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
+from transformers.utils import get_json_schema
 
 from areal.chat import Chat, ToolCall
 from areal.chat.answer import ParsedAnswer
@@ -17,7 +18,6 @@ from areal.tests.harness.limits import PROMPTLY
 from areal.tests.unit.chat import templates
 from areal.tests.unit.chat.agents import answer_of, calculator, sampled
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
-from transformers.utils import get_json_schema
 
 TOOLS = [get_json_schema(calculator)]
 USER = {"role": "user", "content": "What is 2+2?"}

@@ -95,7 +95,7 @@ def test_edited_answer_starts_a_sequence() -> None:
         async with served(model) as (_, session, http):
             await ask(http, USER)
             await ask(http, USER, {"role": "assistant", "content": "5"}, {"role": "user", "content": "Sure?"})
-        first, second = session.sequences()
+        _, second = session.sequences()
         assert sum(len(each.tokens) for each in second.segments if each.trainable) == len(written("4"))
         assert "assistant\n5" in decoded(tokens_of(second))
 
@@ -113,7 +113,11 @@ def test_branches_continue_their_own_answer() -> None:
             )
         trained = [[decoded(list(s.tokens)) for s in each.segments if s.trainable] for each in session.sequences()]
         assert sorted(map(len, trained)) == [1, 2]
-        assert sorted(sum(trained, [])) == ["4<|im_end|>", "left<|im_end|>", "right<|im_end|>"]
+        assert sorted(text for texts in trained for text in texts) == [
+            "4<|im_end|>",
+            "left<|im_end|>",
+            "right<|im_end|>",
+        ]
 
     run(work)
 
@@ -217,7 +221,7 @@ def test_parts_developer_messages_and_token_ids() -> None:
         assert choice["token_ids"] == model.answers[0]
         assert choice["weight_versions"] == [3] * len(model.answers[0])
         assert reply["prompt_token_ids"] == model.prompts[0]
-        assert [each["token"] for each in choice["logprobs"]["content"]][0] == "4"
+        assert choice["logprobs"]["content"][0]["token"] == "4"
         assert {each["logprob"] for each in choice["logprobs"]["content"]} == {-0.5}
 
     run(work)

@@ -59,7 +59,8 @@ def test_request_that_cannot_be_honoured_is_refused_by_name(fields: dict[str, An
             error = reply.json()["error"]
             assert (reply.status_code, error["code"]) == (status, code)
             named = next(name for name in fields if name != "tools")
-            assert named in (error["param"] or "") and named in error["message"]
+            assert named in (error["param"] or "")
+            assert named in error["message"]
             assert gateway.counts == session.counts == {code: 1}
             await ask(http, USER)
         assert len(session.sequences()) == 1
@@ -228,7 +229,7 @@ def test_session_that_nobody_ends_is_ended_and_counted() -> None:
 def test_session_with_a_request_under_way_is_not_idle() -> None:
     async def work() -> None:
         model = Model()
-        async with served(model, idle_seconds=0.05) as (gateway, session, http):
+        async with served(model, idle_seconds=0.05) as (_, session, http):
             asked = asyncio.ensure_future(http.post("/chat/completions", json={"messages": [USER]}))
             while not model.prompts:
                 await asyncio.sleep(0.01)
@@ -249,7 +250,7 @@ class Failing(Model):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(ValueError("too long"), 400, "context_length_exceeded"), (RuntimeError("closed"), 503, "rollout_failed")],
+    [(ValueError("too long"), 400, "invalid_prompt"), (RuntimeError("closed"), 503, "rollout_failed")],
 )
 def test_errors_of_the_rollout_reach_the_program(error: Exception, status: int, code: str, stream: bool) -> None:
     async def work() -> None:
