@@ -78,8 +78,8 @@ def measured(settings: Settings, folder: Path) -> None:
                 group.initialize(FinetuneSpec(total_train_steps=1000))
                 group.train_batch(batch, loss)
                 group.save(meta)
-                load = seconds_of(lambda: group.load(meta))  # noqa: B023 (called at once)
-                notice = seconds_of(lambda: lose_rank(group))  # noqa: B023
+                load = seconds_of(lambda: group.load(meta))
+                notice = seconds_of(lambda: lose_rank(group))
                 restart = seconds_of(lambda: group.restart(layout=layout))  # noqa: B023
                 print(
                     f"{title}, {number + 1}: {size.matrix_parameters / 1e6:.0f}M parameters; the loss is noticed after {notice:.1f} s, the "

@@ -126,10 +126,10 @@ class Gateway:
             self._ended.append(name)
 
     def find(self, name: str) -> Session:
-        """Return a session that answers requests.
+        """Return the session of a request.
 
         Raises:
-            RequestError: there is none of this name, or it has ended.
+            RequestError: there is none of this name, or it was closed.
         """
         session = self._sessions.get(name)
         if session is None and name in self._ended:
@@ -138,7 +138,6 @@ class Gateway:
             raise RequestError(
                 404, "session_unknown", "no session has this URL, API key or X-Session-ID: use its base_url"
             )
-        session.check_open()
         self._wait_for_requests(session)
         return session
 

@@ -48,6 +48,7 @@ async def session_of(request: Request) -> Session:
     key = request.headers.get("authorization", "").removeprefix("Bearer ")
     named = request.path_params.get("session") or request.headers.get("x-session-id") or key
     request.state.session = session = request.app.state.gateway.find(named)
+    session.check_open()
     return session
 
 

@@ -99,7 +99,7 @@ class Runner:
         self._waits = True  # for advance, after which weights of the state are in use
         self._life = 0  # number of states that were loaded
         self._closed = False
-        self._opened = False  # the episode was entered
+        self._entering: asyncio.Future[Any] = self._loop.create_future()  # done once the episode was entered
         self._fault: Exception | None = None
         self._at_close = contextlib.ExitStack()
         # Counts for the log, and when each was logged last.
@@ -281,28 +281,19 @@ class Runner:
         """Run the event loop until :meth:`close`, then cancel its tasks."""
         asyncio.set_event_loop(self._loop)
         opened = contextlib.AsyncExitStack()
-        self._loop.run_until_complete(self._open(opened))
+        if isinstance(self._episode, contextlib.AbstractAsyncContextManager):
+            # Its groups wait for this task.
+            self._entering = self._loop.create_task(opened.enter_async_context(self._episode))
+        else:
+            self._entering.set_result(None)
         self._loop.run_forever()
-        for task in self._tasks:
+        for task in (*self._tasks, self._entering):
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.gather(*self._tasks, self._entering, return_exceptions=True))
         try:
             self._loop.run_until_complete(opened.aclose())
         except Exception:
             logger.exception("rank %d: the episode could not be left", self.rank)
-
-    async def _open(self, opened: contextlib.AsyncExitStack) -> None:
-        """Enter an episode that is an asynchronous context manager, then allow groups to start."""
-        fault: Exception | None = None
-        try:
-            if isinstance(self._episode, contextlib.AbstractAsyncContextManager):
-                await opened.enter_async_context(self._episode)
-        except Exception as error:
-            fault = error  # next_batch raises it
-        with self._changed:
-            self._opened, self._fault = True, fault
-            self._changed.notify_all()
-        self._start_allowed()
 
     def _start_allowed(self) -> None:
         """Start the groups that staleness and concurrency allow."""
@@ -310,7 +301,7 @@ class Runner:
             # Each replaced group allows one more, so that a batch is always filled.
             allowed = (self._trained + self.plan.max_staleness + 1) * self.per_batch + self._rejected
             room = max(1, self.plan.max_concurrent // self.plan.group_size)
-            stopped = not self._opened or self._waits or self._draining or self._closed or self._fault is not None
+            stopped = self._waits or self._draining or self._closed or self._fault is not None
             while not stopped and self._next < allowed and self._running < room:
                 task = self._loop.create_task(self._play(self._next, self._life))
                 self._tasks.add(task)
@@ -323,6 +314,7 @@ class Runner:
         played: Group | float = math.nan
         fault: Exception | None = None
         try:
+            await asyncio.shield(self._entering)
             played = group = await self._play_group(self._index(number))
             if group.sequences and self._keep is not None and not self._keep(list(group.sequences)):
                 played = sum(sequence.reward for sequence in group.sequences) / len(group.sequences)

@@ -11,6 +11,7 @@ import pytest
 
 from areal.inference.gateway import Gateway
 from areal.inference.protocol import Sampling
+from areal.tests.harness.limits import PROMPTLY
 from areal.tests.unit.inference.gateway.programs import (
     TOOLS,
     USER,
@@ -229,13 +230,18 @@ def test_session_that_nobody_ends_is_ended_and_counted() -> None:
 def test_session_with_a_request_under_way_is_not_idle() -> None:
     async def work() -> None:
         model = Model()
-        async with served(model, idle_seconds=0.05) as (_, session, http):
+        async with served(model, idle_seconds=PROMPTLY) as (gateway, session, http):
             asked = asyncio.ensure_future(http.post("/chat/completions", json={"messages": [USER]}))
             while not model.prompts:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
+            # As the timer does.
+            gateway._end_if_idle(session)
             assert not session.ended
             asked.cancel()
+            while session.busy:
+                await asyncio.sleep(0.01)
+            gateway._end_if_idle(session)
+            assert session.ended
 
     run(work)
 
