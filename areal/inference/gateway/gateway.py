@@ -19,8 +19,8 @@ from areal.chat.call_format import Parser
 from areal.inference.gateway import replies
 from areal.inference.gateway.chat_request import ChatRequest
 from areal.inference.gateway.drawing import Drawing
-from areal.inference.gateway.history import History
-from areal.inference.gateway.http_routes import create_app
+from areal.inference.gateway.history import MessageHistory
+from areal.inference.gateway.http_routes import create_gateway_app
 from areal.inference.gateway.request_error import RequestError
 from areal.inference.gateway.session import Session
 from areal.inference.gateway.text_request import TextRequest, TokenRequest
@@ -113,7 +113,9 @@ class Gateway:
                 "the gateway does not serve: use it as `async with gateway:`, or in an episode of a Runner"
             )
         name = secrets.token_urlsafe(24)
-        session = Session(name, f"{self._root}/sessions/{name}/v1", client, History(self._rewrites), max_requests)
+        session = Session(
+            name, f"{self._root}/sessions/{name}/v1", client, MessageHistory(self._rewrites), max_requests
+        )
         self._sessions[name] = session
         self._wait_for_requests(session)
         try:
@@ -257,7 +259,7 @@ class Gateway:
         listener = socket.create_server((host, port), backlog=2048)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(
-            create_app(self), lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
+            create_gateway_app(self), lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
         )
         server = _Server(config)
         self._root = f"http://{host}:{listener.getsockname()[1]}"

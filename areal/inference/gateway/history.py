@@ -10,7 +10,7 @@ from areal.chat import Chat, Conversation
 from areal.chat.answer import Message
 
 
-class History:
+class MessageHistory:
     """Conversations that a program may continue, by sending their messages and further ones.
 
     Args:

@@ -31,7 +31,7 @@ _GONE = 499
 router = APIRouter()
 
 
-def create_app(gateway: Gateway) -> FastAPI:
+def create_gateway_app(gateway: Gateway) -> FastAPI:
     """Return the application."""
     app = FastAPI(openapi_url=None)
     app.state.gateway = gateway

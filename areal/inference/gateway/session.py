@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from areal.chat import Chat, Conversation, ParsedAnswer
 from areal.chat.answer import Message
-from areal.inference.gateway.history import History
+from areal.inference.gateway.history import MessageHistory
 from areal.inference.gateway.recording import Recording, SampledSequence
 from areal.inference.gateway.request_error import RequestError
 from areal.inference.protocol import Completion, RolloutClient, Sampling
@@ -28,7 +28,7 @@ class Session:
     """
 
     def __init__(
-        self, id: str, base_url: str, client: RolloutClient, history: History, max_requests: int | None
+        self, id: str, base_url: str, client: RolloutClient, history: MessageHistory, max_requests: int | None
     ) -> None:
         self.id, self.base_url = id, base_url
         self.counts: Counter[str] = Counter()

@@ -1,0 +1,1 @@
+"""Tests with published clients and agent frameworks, in an environment of their own: `make test-agents`."""

@@ -1,0 +1,1 @@
+"""Tests of the gateway, through which agent programs generate."""
