@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from areal.api import LossObjective, MicroBatchSpec, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs
 from areal.dispatch import rank_calls
+from areal.dispatch.errors import refusal
 from areal.dispatch.executor import Executor, Handle, PendingCall, Work
 from areal.dispatch.rank_calls import Argument, RankLayout, Verb, of_a_rank
 from areal.dispatch.remote_stream import RemoteStream
@@ -132,10 +133,11 @@ class Calls:
         """Return the places of all ranks.
 
         Raises:
-            RuntimeError: the engine is not initialized, or its processes are lost.
+            WorkerLostError: a process is lost.
+            RuntimeError: the engine is not initialized, or its processes were closed.
         """
         if self.executor.lost is not None:
-            raise RuntimeError(f"{_LOST}: {self.executor.lost}") from self.executor.lost
+            raise refusal(f"{_LOST}: {self.executor.lost}", self.executor.lost) from self.executor.lost
         if self._rank_layouts is None:
             raise RuntimeError(_NOT_INITIALIZED)
         if self.generation != self.executor.generation:

@@ -21,3 +21,15 @@ class WorkerLostError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WorkerLostError, (str(self), self.rank, self.node, self.pid, self.output)
+
+
+def refusal(text: str, ended: Exception) -> RuntimeError:
+    """Return the error of a call that processes do not take any more. A loss between two calls is raised by the next one.
+
+    Args:
+        text: of the error.
+        ended: why the processes take no call.
+    """
+    if isinstance(ended, WorkerLostError):
+        return WorkerLostError(text, ended.rank, ended.node, ended.pid, ended.output)
+    return RuntimeError(text)

@@ -18,7 +18,7 @@ import ray
 from ray import ObjectRef, cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
-from areal.dispatch.errors import WorkerLostError
+from areal.dispatch.errors import WorkerLostError, refusal
 from areal.dispatch.executor import Reply, Work, error_of
 from areal.dispatch.ray.actor import StackPosition, last_lines
 from areal.dispatch.ray.processes import Processes
@@ -129,11 +129,12 @@ class Watch:
 
         Raises:
             ValueError: the call cannot be sent.
-            RuntimeError: the processes have ended.
+            WorkerLostError: a process was lost before.
+            RuntimeError: the processes were closed.
         """
         with self._lock:
             if self.error is not None:
-                raise RuntimeError(f"{what} cannot run: {self.error}")
+                raise refusal(f"{what} cannot run: {self.error}", self.error)
             call = Call(what, [None] * len(arguments))
             sent = 0
             try:

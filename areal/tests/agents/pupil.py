@@ -82,7 +82,7 @@ class Pupil:
     rollout: LocalRollout
 
     @classmethod
-    def taught(cls, path: Path, program: Program, steps: int = 120) -> Pupil:
+    def taught(cls, path: Path, program: Program, steps: int = 240) -> Pupil:
         """Train a model on what the oracle says to a program, until it does the same."""
         folder, _ = write_chat_model(path, width=64)
         lessons = asyncio.run(sampled(Oracle(), program))

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import agents
-import openai
 import pytest
 from transformers.utils import get_json_schema
+
+openai = pytest.importorskip("openai", reason="openai is not installed: make test-agents")
+agents = pytest.importorskip("agents", reason="openai-agents is not installed: make test-agents")
 
 from areal.inference.gateway import Gateway
 from areal.inference.protocol import Sampling

@@ -126,7 +126,7 @@ def test_first_error_is_raised_when_the_other_ranks_wait_for_it() -> None:
         with pytest.raises(WorkerLostError, match="has not moved"):
             behind.result(10)
         assert (ended, type(watch.error)) == (["rank 1"], WorkerLostError)
-        with pytest.raises(RuntimeError, match=r"(?s)later cannot run: rank 1 .*restart\(\)"):
+        with pytest.raises(WorkerLostError, match=r"(?s)later cannot run: rank 1 .*restart\(\)"):
             watch.submit("later", None, [0, 0])
 
 
@@ -186,6 +186,10 @@ def test_process_that_dies_between_calls_is_noticed() -> None:
         ranks[0].life.set_exception(RayActorError())
         wait_until(lambda: watch.error is not None, "the loss is noticed")
         assert "died between calls" in str(watch.error)
+        with pytest.raises(RuntimeError, match=r"next cannot run: rank 0 .*died between calls") as raised:
+            watch.submit("next", None, [0])
+        assert isinstance(raised.value, WorkerLostError)
+        assert (raised.value.rank, raised.value.pid) == (0, 100)
 
 
 def test_call_that_some_ranks_got_ends_all() -> None:

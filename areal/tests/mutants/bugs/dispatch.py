@@ -236,6 +236,14 @@ if find_spec("ray") is not None:
         return lambda first, other: other
 
     @mutant(
+        "areal.dispatch.errors:refusal",
+        RAY + "test_watch.py::test_process_that_dies_between_calls_is_noticed",
+    )
+    def loss_between_calls_is_no_loss(right: Function) -> Function:
+        """A loop that goes on after a lost process ends if the loss came between two calls."""
+        return lambda text, ended: RuntimeError(text)
+
+    @mutant(
         "areal.dispatch.ray.watch:Watch._set_limit",
         RAY + "test_watch.py::test_error_of_a_later_call_shortens_the_wait_for_an_earlier_one",
     )

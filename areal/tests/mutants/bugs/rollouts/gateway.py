@@ -52,7 +52,7 @@ def edited_answer_taken_for_the_sampled_one(right: Function) -> Function:
 
 @mutant(
     "areal.inference.gateway.drawing:Drawing.check_fields",
-    GATEWAY.format("request_that_cannot_be_honoured_is_refused_by_name"),
+    GATEWAY.format("request_that_cannot_be_honoured_is_refused_by_name[2]"),
 )
 def unknown_fields_ignored(right: Function) -> Function:
     """Fields that change the distribution are ignored."""

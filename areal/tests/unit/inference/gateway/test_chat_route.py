@@ -95,7 +95,8 @@ def test_edited_answer_starts_a_sequence() -> None:
         async with served(model) as (_, session, http):
             await ask(http, USER)
             await ask(http, USER, {"role": "assistant", "content": "5"}, {"role": "user", "content": "Sure?"})
-        _, second = session.sequences()
+        assert len(session.sequences()) == 2
+        second = session.sequences()[1]
         assert sum(len(each.tokens) for each in second.segments if each.trainable) == len(written("4"))
         assert "assistant\n5" in decoded(tokens_of(second))
 
