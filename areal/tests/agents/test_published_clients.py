@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from transformers.utils import get_json_schema
 
-openai = pytest.importorskip("openai", reason="openai is not installed: make test-agents")
-agents = pytest.importorskip("agents", reason="openai-agents is not installed: make test-agents")
+pytest.importorskip("openai", reason="openai is not installed: make test-agents")
+pytest.importorskip("agents", reason="openai-agents is not installed: make test-agents")
+
+import agents
+import openai
 
 from areal.inference.gateway import Gateway
 from areal.inference.protocol import Sampling
