@@ -84,11 +84,13 @@ class CalculatorConfig:
     """Dtype of the computation; auto selects the machine's fastest."""
     seed: int = 0
     """Seed of the questions and of all answers."""
-    warmup_steps: int = 6
+    warmup_steps: int = 16
     """Supervised steps before reinforcement learning."""
     warmup_batch_size: int = 16
     """Conversations in a supervised step."""
-    steps: int = 16
+    warmup_lr: float = 1e-4
+    """Learning rate of the supervised steps."""
+    steps: int = 12
     """Batches of rollouts."""
     groups: int = 16
     """Questions in a batch."""
@@ -153,7 +155,7 @@ def engine_of(config: CalculatorConfig, path: str, steps: int, lr: float) -> Tra
 
 def warm_up(config: CalculatorConfig, chat: Chat, items: list[Item], report: Report) -> str:
     """Train on solved questions, and return the directory of the model."""
-    engine = engine_of(config, config.model, config.warmup_steps, 2 * config.lr)
+    engine = engine_of(config, config.model, config.warmup_steps, config.warmup_lr)
     for step in range(config.warmup_steps):
         batch = items[step * config.warmup_batch_size : (step + 1) * config.warmup_batch_size]
         mine = batch[engine.dp_rank :: engine.dp_size]

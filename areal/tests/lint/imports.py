@@ -43,6 +43,8 @@ HOMES: dict[str, str | tuple[str, ...] | None] = {
     "prometheus_client": "tinker/api",
     "pyrage": "tinker/service/store/encryption.py",
     "tyro": "cli",
+    "math_verify": "trainer/rewards/math_answer.py",
+    "reasoning_gym": "trainer/rewards/reasoning_gym_score.py",
     "accelerate": None,
     "rich": None,
     "trl": "integrations/trl",

@@ -32,10 +32,16 @@ class RewardPool(CallPool):
         self, reward: Reward, *, workers: int = 16, seconds: float | None = None, processes: bool = False
     ) -> None:
         super().__init__(reward, workers=workers, seconds=seconds, processes=processes)
+        self._reward = reward
 
     async def __call__(self, *args: Any) -> float:
         """Return the reward of an answer. Raises what :class:`~areal.trainer.rollout.call_pool.CallPool` raises."""
         return float(await super().__call__(*args))
+
+    def close(self) -> None:
+        """End the idle workers, and close the reward if it has a method ``close``. Both may be used again."""
+        super().close()
+        getattr(self._reward, "close", lambda: None)()
 
     def describe(self, argument: Any) -> str:
         return f"the reward of the item {argument}"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import collections.abc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
-from areal.chat import Chat, Conversation, ToolCall
+from areal.chat import Chat, ToolCall
 from areal.chat.answer import Message
 from areal.inference.protocol import RolloutClient, Sampling
 from areal.trainer.rollout.call_pool import CallPool
 from areal.trainer.rollout.rewards import RewardPool
 from areal.trainer.rollout.sequence import Sequence
+from areal.trainer.rollout.turn_limits import TurnLimits
 
 _SHOWN = 1000
 """Maximum number of characters of an error that the model reads."""
@@ -68,26 +68,20 @@ class ToolEpisode:
         names = sorted(tool.__name__ for tool in tools)
         if names != sorted(chat.tools):
             raise ValueError(f"tools = {names}, and the chat has {sorted(chat.tools)}: make it with the same tools")
-        if max_turns < 1:
-            raise ValueError(f"max_turns = {max_turns}: it must be at least 1")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens = {max_tokens}: it must be at least 1, or None for no limit")
         self._chat, self._messages, self._rewrites = chat, messages, rewrites
         self._pools = {
             tool.__name__: ToolPool(_Called(tool), seconds=tool_seconds, processes=processes) for tool in tools
         }
         self._rewards = reward if isinstance(reward, RewardPool) else RewardPool(reward)
-        self._sampling = replace(sampling, stop_token_ids=chat.stop_token_ids)
-        self._max_turns, self._max_tokens = max_turns, max_tokens
+        self._limits = TurnLimits(chat, sampling, max_turns, max_tokens)
 
     async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:
         """Generate answers and call tools until an answer is without calls, or a limit is reached."""
         talk = self._chat.start(self._messages(item), self._rewrites)
         errors = 0
-        for turn in range(self._max_turns):
-            answer = talk.answer(await client.generate(talk.tokens, self._limited(talk)))
-            asks = answer.tool_calls or answer.errors
-            if not asks or not answer.complete or turn + 1 == self._max_turns or not self._left(talk):
+        while True:
+            answer = await self._limits.answer(client, talk)
+            if not (answer.tool_calls or answer.errors) or self._limits.reached(talk):
                 break
             results = await asyncio.gather(*(self._result(call) for call in answer.tool_calls))
             # A call of an unknown tool has a result with its error.
@@ -107,16 +101,6 @@ class ToolEpisode:
         """Release the threads of tools and reward. Called when a runner closes; others may still use the episode."""
         for pool in (*self._pools.values(), self._rewards):
             pool.close()
-
-    def _left(self, talk: Conversation) -> int:
-        """Return the number of tokens that may still be sampled."""
-        if self._max_tokens is None:
-            return self._sampling.max_new_tokens
-        used = sum(len(segment.tokens) for segment in talk.segments if segment.trainable)
-        return max(self._max_tokens - used, 0)
-
-    def _limited(self, talk: Conversation) -> Sampling:
-        return replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, self._left(talk)))
 
     async def _result(self, call: ToolCall) -> tuple[Message, bool]:
         """Return the message with the result of a call, and whether it failed."""

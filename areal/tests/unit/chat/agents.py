@@ -6,7 +6,7 @@ import collections.abc
 from typing import Any
 
 from areal.chat import Chat
-from areal.inference.protocol import Completion
+from areal.inference.protocol import Completion, Sampling
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
 
 USER = {"role": "user", "content": "What is 2+2?"}
@@ -52,3 +52,16 @@ def answer_of(chat: Chat, message: dict[str, Any], *earlier: dict[str, Any]) -> 
     tokens = [int(token) for token in segments[-1 if segments[-1].trainable else -2].tokens]
     by_header = chat.stop_token_ids[-2:-1] if message.get("tool_calls") else chat.stop_token_ids[:1]
     return tokens if tokens[-1] in chat.stop_token_ids else [*tokens, *by_header]
+
+
+class Scripted:
+    """A client that samples given answers, again and again, and keeps the prompts and parameters of its requests."""
+
+    version = 0
+
+    def __init__(self, *answers: list[int]) -> None:
+        self.answers, self.requests = answers, list[tuple[list[int], Sampling]]()
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        self.requests.append((prompt_ids, sampling))
+        return sampled(self.answers[(len(self.requests) - 1) % len(self.answers)])

@@ -10,28 +10,15 @@ from typing import Any
 import pytest
 
 from areal.chat import Chat, ParsedAnswer, ToolCall
-from areal.inference.protocol import Completion, Sampling
+from areal.inference.protocol import Sampling
 from areal.tests.harness.limits import PROMPTLY, promptly
 from areal.tests.unit.chat import templates
-from areal.tests.unit.chat.agents import USER, answer_of, calculator, forecast, sampled
+from areal.tests.unit.chat.agents import USER, Scripted, answer_of, calculator, forecast
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
 from areal.trainer.rollout import Plan, Runner, Sequence
 from areal.trainer.rollout.tool_episode import ToolEpisode
 
 QUESTION = {"question": "What is 2+2?", "answer": "4"}
-
-
-class Scripted:
-    """A client that samples given answers, and keeps the prompts and parameters of its requests."""
-
-    version = 0
-
-    def __init__(self, *answers: list[int]) -> None:
-        self.answers, self.requests = answers, list[tuple[list[int], Sampling]]()
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        self.requests.append((prompt_ids, sampling))
-        return sampled(self.answers[(len(self.requests) - 1) % len(self.answers)])
 
 
 def answer(chat: Chat, content: str = "", *calls: ToolCall) -> list[int]:

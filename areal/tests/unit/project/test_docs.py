@@ -1,9 +1,9 @@
 """Tests of the documentation: code blocks run, and named files and objects exist. ``areal/tests/lint/docs.py`` checks the text.
 
-The ``python`` blocks of a page run in order in one namespace with ``model_dir``, a tiny model, in an empty working directory. A page that
-names ``chat_model_dir`` also has this one, of single characters, with its ``tokenizer``.
-Each page has a separate namespace. Blocks of ``python ray`` and ``python tinker`` run in the tests of Ray and of the SDK. Of Python in
-``text`` blocks, which does not run, the calls are compared with the signatures.
+The ``python`` blocks of a page run in order in one namespace, in an empty working directory, with ``model_dir``, a tiny model, and
+``tokenizer``, of single characters; a page that names ``chat_model_dir`` also has a model for it. Each page has a separate namespace. Blocks
+of ``python ray`` and ``python tinker`` run in the tests of Ray and of the SDK. Of Python in ``text`` blocks, which does not run, the calls
+are compared with the signatures.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import NEEDS_JAX
 from areal.tests.lint.pages import CODE, Page, pages
 from areal.tests.unit.chat.chat_models import write_chat_model
+from areal.tests.unit.chat.templates import CHATML
+from areal.tests.unit.chat.tokenizers import chat_tokenizer
 from areal.tinker.backends.backend_registry import SAMPLING_GROUP, TRAINING_GROUP
 
 GROUPS = (GROUP, SAMPLING_GROUP, TRAINING_GROUP)
@@ -73,8 +75,9 @@ def test_code_blocks_run(page: Page, one_process: None, monkeypatch: pytest.Monk
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses and pickle look up the page's names there
     vars(module)["model_dir"] = model_dir("qwen3")
+    vars(module)["tokenizer"] = chat_tokenizer(CHATML)
     if "chat_model_dir" in page.path.read_text():
-        vars(module)["chat_model_dir"], vars(module)["tokenizer"] = write_chat_model(tmp_path)
+        vars(module)["chat_model_dir"], _ = write_chat_model(tmp_path)
     for line, code in page.blocks("python"):
         # Prepend empty lines, so that a traceback shows the line of the page.
         exec(compile("\n" * (line - 1) + code, str(page.path), "exec"), vars(module))

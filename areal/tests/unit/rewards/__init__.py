@@ -1,0 +1,1 @@
+"""Tests of rewards: verifiers, programs of a model, and judges."""
