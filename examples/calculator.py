@@ -48,7 +48,7 @@ from areal.utils.platform import fast_dtype
 
 SYMBOLS = {"plus": "+", "minus": "-", "times": "*"}
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nCall a tool by <tool_call>JSON</tool_call>. Tools: "
+    "{% if tools %}<|im_start|>system\nTools: "
     "{% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }}){% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>"
@@ -84,21 +84,21 @@ class CalculatorConfig:
     """Dtype of the computation; auto selects the machine's fastest."""
     seed: int = 0
     """Seed of the questions and of all answers."""
-    warmup_steps: int = 16
+    warmup_steps: int = 4
     """Supervised steps before reinforcement learning."""
-    warmup_batch_size: int = 16
+    warmup_batch_size: int = 6
     """Conversations in a supervised step."""
     warmup_lr: float = 1e-4
     """Learning rate of the supervised steps."""
     steps: int = 12
     """Batches of rollouts."""
-    groups: int = 16
+    groups: int = 8
     """Questions in a batch."""
     group_size: int = 4
     """Episodes of each question."""
     lr: float = 1e-5
     """Learning rate of AdamW."""
-    eval_size: int = 100
+    eval_size: int = 60
     """Held-out questions."""
     shuffle_rewards: bool = False
     """Control experiment: shuffle the rewards of each batch, so that nothing can be learned from them."""
