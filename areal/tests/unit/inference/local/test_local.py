@@ -88,6 +88,21 @@ def test_shared_prompt_is_prefilled_once() -> None:
     assert sum(read) == 41 + 3 * 9 + 4
 
 
+def test_next_turn_reads_only_what_is_new() -> None:
+    """A turn goes on from the cache of the answers before it, in each episode of a group."""
+    replica, read = model(), []
+    replica.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    with rollout(replica) as engine:
+        first = run(*(engine.generate(PROMPT, endless(24, seed=seed)) for seed in range(3)))
+        spent = sum(read)
+        turns = [[*PROMPT, *answer.tokens, 5, 6, 7] for answer in first]
+        run(*(engine.generate(turn, endless(1)) for turn in turns))
+    # 68 tokens, of which four pages of 16 are kept: 64 of the 65 that were sampled or given before, and 4 are read.
+    assert sum(read) - spent == 3 * 4
+
+
 def test_waiting_request_survives_cancelled_prefill() -> None:
     with rollout() as engine:
 
