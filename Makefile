@@ -111,7 +111,8 @@ test-skyrl: $(VENV)-skyrl/.ready ## Train and sample with SkyRL's Tinker server 
 	OMP_NUM_THREADS=1 $(VENV)-skyrl/bin/python -m pytest -q -rA areal/tests/skyrl $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)-skyrl/newer) $(VENV)-skyrl/bin/python -m pytest -q -rA areal/tests/skyrl $(PYTEST_ARGS)
 
-test-trl: $(VENV)-trl/.ready ## Train with TRL's trainers on our rollouts and engines, and compare with TRL alone; on the CPU.
+test-trl: $(VENV)-trl/.ready $(VENV)-vllm/.ready ## Train with TRL's trainers on our rollouts, a real vLLM server and our engines, and compare with TRL alone; on the CPU.
+	test -x $(VENV)-vllm/bin/python
 	OMP_NUM_THREADS=1 $(VENV)-trl/bin/python -m pytest -q -rA areal/tests/trl $(PYTEST_ARGS)
 
 test-agents: $(VENV)-agents/.ready ## Run the published OpenAI client and Agents SDK against the gateway; on the CPU.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -108,6 +110,18 @@ class MicroBatchSpec(StrictConfig):
             )
         return self
 
+    def resized(self, **fields: Any) -> MicroBatchSpec:
+        """Return the same rules with another size of micro-batches, for the ``mb_spec`` of a call.
+
+        Args:
+            fields: values that replace those of these rules. ``max_tokens_per_mb``, ``samples_per_mb`` and ``n_mbs`` are unset without a value.
+
+        Raises:
+            ValueError: a value is out of range, or two fields do not fit.
+        """
+        sizes = {"max_tokens_per_mb", "samples_per_mb", "n_mbs"}
+        return MicroBatchSpec(**{**self.model_dump(exclude=sizes), **fields})
+
 
 class OptimizerConfig(StrictConfig):
     """Optimizer, clipping and learning-rate schedule. Skipped optimizer steps do not count as steps.
@@ -207,3 +221,25 @@ class LoRAConfig(StrictConfig):
                 "of the two out"
             )
         return self
+
+    @classmethod
+    def from_peft(cls, folder: str | Path) -> LoRAConfig:
+        """Return the configuration of an adapter that is stored in peft's format.
+
+        Args:
+            folder: directory with ``adapter_config.json``.
+
+        Raises:
+            ValueError: the file is missing, or does not describe a LoRA adapter.
+        """
+        file = Path(folder) / "adapter_config.json"
+        try:
+            written = json.loads(file.read_bytes())
+            return cls(
+                rank=written["r"],
+                alpha=written["lora_alpha"],
+                target_modules=written["target_modules"],
+                rslora=written.get("use_rslora", False),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} does not describe a LoRA adapter: {type(error).__name__}: {error}") from error

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
 from areal.tinker.api.key_file import User, read_users
-from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend, share_base_model
+from areal.tinker.backends.backend_registry import create_backends
 from areal.tinker.service.service import Service
 from areal.tinker.service.settings import ServiceLimits, ServiceSettings
 
@@ -146,9 +146,8 @@ def _serve(options: ServeOptions) -> Exception | None:
         # Connections inherit it. Without it, the end of each answer waits 40 ms for a delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         model, sampler = options.model, options.sampler
-        training = create_training_backend(model, options.backend, training_config)
-        sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
-        share_base_model(training, sampling)
+        sampling_name = None if sampler == NO_SAMPLER else sampler
+        training, sampling = create_backends(model, options.backend, training_config, sampling_name, sampling_config)
         service = Service(training, sampling, settings)
         served = f"{model} ({options.backend}, sampler {sampler})"
         banner = _banner(listener, options.host, served, settings.base_models[0], bool(api.users))

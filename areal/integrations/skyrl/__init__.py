@@ -1,7 +1,5 @@
 """SkyRL's Tinker server trains on the engines of this library: ``python -m areal.integrations.skyrl``."""
 
-from __future__ import annotations
-
 import skyrl
 
 from areal.integrations.releases import warn_untested

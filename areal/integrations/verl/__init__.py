@@ -3,8 +3,6 @@
 verl finds this package by its entry point ``verl.plugins``, and loads it with ``import verl``.
 """
 
-from __future__ import annotations
-
 import verl
 
 from areal.integrations.releases import warn_untested

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from peft import LoraConfig
 from verl.workers.config import EngineConfig
 
 from areal.api import LoRAConfig, OptimizerConfig, TrainEngineConfig
+from areal.integrations.options import check_options
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
@@ -38,7 +38,7 @@ def translated(model: Any, engine: ArealEngineConfig, optimizer: Any) -> TrainEn
     Raises:
         ValueError: an option of verl cannot be honoured; names the option, its value and the way out.
     """
-    _refuse_unsupported(model, engine, optimizer)
+    _check_options(model, engine, optimizer)
     fields: dict[str, Any] = {
         "path": model.local_path,
         "backend": engine.backend,
@@ -64,41 +64,31 @@ def translated(model: Any, engine: ArealEngineConfig, optimizer: Any) -> TrainEn
 
 def _adapter(model: Any) -> LoRAConfig:
     """Return the configuration of a new adapter, or that of a stored one."""
-    rank, alpha, targets = model.lora_rank, model.lora_alpha, model.target_modules
     if model.lora_adapter_path:
-        peft = LoraConfig.from_pretrained(model.lora_adapter_path)
-        rank, alpha, targets = peft.r, peft.lora_alpha, peft.target_modules
-    if targets in ("all-linear", "all_linear"):
+        return LoRAConfig.from_peft(model.lora_adapter_path)
+    targets = model.target_modules
+    if targets == "all_linear":
         targets = "all-linear"
-    return LoRAConfig(
-        rank=rank, alpha=alpha, target_modules=targets if isinstance(targets, str) else tuple(sorted(targets))
-    )
+    elif not isinstance(targets, str):
+        targets = tuple(sorted(targets))
+    return LoRAConfig(rank=model.lora_rank, alpha=model.lora_alpha, target_modules=targets)
 
 
-def _refuse_unsupported(model: Any, engine: ArealEngineConfig, optimizer: Any) -> None:
+def _check_options(model: Any, engine: ArealEngineConfig, optimizer: Any) -> None:
     """Raise for options that have no meaning for this library's engines, and would be ignored."""
     override = {name: value for name, value in (model.override_config or {}).items() if name != "attn_implementation"}
-    # Each option with its value, and the values that an engine honours.
-    options: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "engine.dtype": (engine.dtype, tuple(DTYPES)),
-        "engine.router_replay.mode": (engine.router_replay.mode, ("disabled",)),
-        "model.use_liger": (model.use_liger, (False,)),
-        "model.use_fused_kernels": (model.use_fused_kernels, (False,)),
-        "model.use_remove_padding": (model.use_remove_padding, (True,)),
-        "model.exclude_modules": (model.exclude_modules, (None,)),
-        "model.target_parameters": (model.target_parameters, (None,)),
-        "model.override_config": (override or None, (None,)),
+    options = {
+        "engine.dtype": (engine.dtype, DTYPES),
+        "engine.router_replay.mode": (engine.router_replay.mode, ["disabled"]),
+        "model.use_liger": (model.use_liger, [False]),
+        "model.use_fused_kernels": (model.use_fused_kernels, [False]),
+        "model.use_remove_padding": (model.use_remove_padding, [True]),
+        "model.exclude_modules": (model.exclude_modules, [None]),
+        "model.target_parameters": (model.target_parameters, [None]),
+        "model.override_config": (override or None, [None]),
+        # Without an optimizer, and in sections without these options, they have their defaults.
+        "optim.optimizer": (getattr(optimizer, "optimizer", "AdamW"), ["AdamW"]),
+        "optim.optimizer_impl": (getattr(optimizer, "optimizer_impl", "torch.optim"), ["torch.optim"]),
+        "optim.override_optimizer_config": (getattr(optimizer, "override_optimizer_config", None) or None, [None]),
     }
-    if optimizer is not None:
-        extra = getattr(optimizer, "override_optimizer_config", None) or None
-        options |= {
-            "optim.optimizer": (getattr(optimizer, "optimizer", "AdamW"), ("AdamW",)),
-            "optim.optimizer_impl": (getattr(optimizer, "optimizer_impl", "torch.optim"), ("torch.optim",)),
-            "optim.override_optimizer_config": (extra, (None,)),
-        }
-    for name, (value, honoured) in options.items():
-        if value not in honoured:
-            raise ValueError(
-                f"{name} = {value!r} with engine.strategy = 'areal', which honours {' or '.join(map(repr, honoured))}: leave it out, or choose "
-                "another engine of verl"
-            )
+    check_options(options, "engine.strategy = 'areal'", "leave it out, or choose another engine of verl")

@@ -6,9 +6,8 @@ that average gradients over ranks. Here gradients are summed: each loss is divid
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from peft import LoraConfig
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.py_functional import append_to_dict
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
@@ -26,9 +26,10 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from areal.api import FinetuneSpec, MicroBatch, MicroBatchSpec, NamedTensor, SaveLoadMeta, TokenOutputs
 from areal.api.engine import Outputs
 from areal.engine.registry import create_engine
+from areal.integrations.options import check_options
 from areal.integrations.verl.config import ArealEngineConfig, translated
 
-OUTPUTS: dict[str, str] = {"logprobs": "log_probs", "entropy": "entropy", "values": "values"}
+OUTPUTS: dict[Any, str] = {"logprobs": "log_probs", "entropy": "entropy", "values": "values"}
 """Names of per-token outputs, and what verl calls them."""
 
 UNSUPPORTED = ("calculate_sum_pi_squared", "distillation_use_topk", "enable_routing_replay")
@@ -49,12 +50,11 @@ class ArealEngine(BaseEngine):
     ) -> None:
         super().__init__()
         self.model_config, self.engine_config, self.optimizer_config = model_config, engine_config, optimizer_config
-        self._saves = () if checkpoint_config is None else tuple(checkpoint_config.save_contents)
+        # verl's retention of checkpoints, and its reading of `save_contents`.
+        self._checkpoints = BaseCheckpointManager(None, None, checkpoint_config=checkpoint_config)
         self._config = translated(model_config, engine_config, optimizer_config)
         self._config.dims.check_world(dist.get_world_size())
-        self.mode: str | None = None
-        self._saved: list[Path] = []
-        self._schedule: torch.optim.lr_scheduler.LambdaLR | None = None
+        self._schedule: Any = None
         self.engine = create_engine(self._config)
 
     def initialize(self) -> None:
@@ -66,7 +66,6 @@ class ArealEngine(BaseEngine):
             self.engine.adapters.load(self.engine.adapters.names[0], self.model_config.lora_adapter_path)
         if self._config.optimizer is not None:
             self._schedule = self._make_schedule()
-            self._set_rate()
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 
     def _make_schedule(self) -> torch.optim.lr_scheduler.LambdaLR:
@@ -107,18 +106,24 @@ class ArealEngine(BaseEngine):
     def is_optimizer_offload_enabled(self) -> bool:
         return self.engine_config.optimizer_offload
 
-    def train_mode(self, **kwargs: Any) -> Mode:
-        return Mode(self, "train", **kwargs)
+    @contextmanager
+    def train_mode(self, zero_grad_on_exit: bool = True, **kwargs: Any) -> Iterator[None]:
+        with BaseEngineCtx(self, "train", **kwargs), ExitStack() as stack:
+            stack.callback(self.engine.zero_grad)
+            yield
+            if not zero_grad_on_exit:
+                stack.pop_all()  # after an error, gradients never stay
 
-    def eval_mode(self, **kwargs: Any) -> Mode:
-        return Mode(self, "eval", **kwargs)
+    @contextmanager
+    def eval_mode(self, **kwargs: Any) -> Iterator[None]:
+        with BaseEngineCtx(self, "eval", **kwargs), self.engine.evaluating():
+            yield
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        trains = self._config.optimizer is not None
         move = self.engine.offload if device == "cpu" else self.engine.onload
         if model or optimizer or grad:
-            move(params=model, grads=grad and trains, optimizer=optimizer and trains)
+            move(params=model, grads=grad, optimizer=optimizer)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         return self.engine.reference()
@@ -128,11 +133,7 @@ class ArealEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        for flag in UNSUPPORTED:
-            if tu.get_non_tensor_data(data=data, key=flag, default=False):
-                raise ValueError(
-                    f"{flag} = True in a batch with engine.strategy = 'areal': it is not supported, leave it out"
-                )
+        _check_batch(data)
         size = self.engine.dp_size
         tokens = self.engine.global_sum(data["loss_mask"].sum().double())
         tu.assign_non_tensor(data, batch_num_tokens=int(tokens), dp_size=size, sp_size=1)
@@ -142,12 +143,13 @@ class ArealEngine(BaseEngine):
         keeps = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
 
         def process(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, dict[str, Any]]:
-            values: dict[str, Tensor] = {str(name): getattr(out, str(name)) for name in names}
+            values: dict[str, Tensor] = {OUTPUTS[name]: getattr(out, str(name)) for name in names}
             kept = {name: value.detach() for name, value in values.items()} if keeps else {}
             if loss_function is None:
                 return None, {"loss": 1.0, "metrics": {}, "values": kept}
             part = tu.index_select_tensor_dict(data, torch.tensor(mb.sample_ids)).to(self.engine.device)
-            jagged = {OUTPUTS[name]: _jagged(value, mb.cu_seqlens) for name, value in values.items()}
+            offsets = mb.cu_seqlens.long()
+            jagged = {name: torch.nested.nested_tensor_from_jagged(value, offsets) for name, value in values.items()}
             loss, metrics = loss_function(model_output=jagged, data=part, dp_group=self.engine.dp_group)
             return loss / size, {"loss": loss.item(), "metrics": metrics, "values": kept}
 
@@ -157,24 +159,19 @@ class ArealEngine(BaseEngine):
         for result in results:
             append_to_dict(metrics, result["metrics"])
         restored = mbs.restore([result["values"] for result in results]) if keeps else {}
-        outputs = {
-            OUTPUTS[name]: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in restored.items()
-        }
+        outputs = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in restored.items()}
         return {"model_output": outputs, "loss": [result["loss"] for result in results], "metrics": metrics}
 
     def _spec(self, data: TensorDict) -> MicroBatchSpec:
         """Return verl's rules for micro-batches: a number of samples, or a budget for each rank that divides a sequence."""
         group = tu.get_non_tensor_data(data=data, key="force_group_size", default=1)
+        rules = {"granularity": group, "equal_batches": "allow", "overlong": "alone"}
         # What the caller configured in engine.options applies too, such as shared prefixes.
-        own = self._config.mb_spec.model_dump(exclude={"max_tokens_per_mb", "samples_per_mb", "n_mbs"})
-        own |= {"granularity": group, "equal_batches": "allow"}
         if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
             budget = tu.get_non_tensor_data(data=data, key="max_token_len_per_gpu", default=None)
-            return MicroBatchSpec(
-                **{**own, "max_tokens_per_mb": budget and budget * self.engine.dims.cp, "overlong": "alone"}
-            )
+            return self._config.mb_spec.resized(max_tokens_per_mb=budget and budget * self.engine.dims.cp, **rules)
         samples = tu.get_non_tensor_data(data=data, key="micro_batch_size_per_gpu", default=None)
-        return MicroBatchSpec(**{**own, "samples_per_mb": samples and samples * group})
+        return self._config.mb_spec.resized(samples_per_mb=samples and samples * group, **rules)
 
     # ---- optimizer
 
@@ -182,18 +179,14 @@ class ArealEngine(BaseEngine):
         self.engine.zero_grad()
 
     def optimizer_step(self) -> float:
+        # verl owns the schedule: its state is in checkpoints, and it has the rate of each step.
+        if self._schedule is not None:
+            self.engine.set_lr(float(self._schedule.get_last_lr()[0]))
         return self.engine.optimizer_step().grad_norm
 
     def lr_scheduler_step(self) -> float:
-        if self._schedule is not None:
-            self._schedule.step()
-            self._set_rate()
-        return self.engine.lr
-
-    def _set_rate(self) -> None:
-        """Set the learning rate of verl's schedule."""
-        if self._schedule is not None:
-            self.engine.set_lr(float(self._schedule.get_last_lr()[0]))
+        self._schedule.step()
+        return float(self._schedule.get_last_lr()[0])
 
     # ---- checkpoints and weights
 
@@ -207,20 +200,15 @@ class ArealEngine(BaseEngine):
     ) -> None:
         folder = Path(local_path)
         self.engine.save(self._meta(folder))
-        if "hf_model" in self._saves:
+        if self._checkpoints.should_save_hf_model:
             self.engine.save(SaveLoadMeta(folder / "huggingface"))
-        # As verl's own engines: of this run's checkpoints, the newest stay.
-        self._saved.append(folder)
-        while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
-            old = self._saved.pop(0)
-            if dist.get_rank() == 0:
-                shutil.rmtree(old, ignore_errors=True)
+        if dist.get_rank() == 0:
+            self._checkpoints.register_checkpoint(local_path, max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
     ) -> None:
         self.engine.load(self._meta(Path(local_path)))
-        self._set_rate()
 
     def _meta(self, folder: Path) -> SaveLoadMeta:
         stateful: dict[str, Any] = {} if self._schedule is None else {"schedule": self._schedule}
@@ -235,13 +223,9 @@ class ArealEngine(BaseEngine):
         if self._config.lora is None or self.model_config.lora.get("merge", False):
             return self.engine.named_tensors(dtype=dtype), None
         # verl and vLLM compare members of peft's enumerations.
-        written = self.engine.adapters.peft_config()
-        peft = LoraConfig(
-            **{name: value for name, value in written.items() if name not in ("peft_type", "peft_version")}
-        )
-        if base_sync_done:
-            return self.engine.adapters.named_tensors(), peft.to_dict()
-        return self._base_tensors(dtype, peft), peft.to_dict()
+        peft = LoraConfig(**self.engine.adapters.peft_config())
+        tensors = self.engine.adapters.named_tensors() if base_sync_done else self._base_tensors(dtype, peft)
+        return tensors, peft.to_dict()
 
     def _base_tensors(self, dtype: torch.dtype | None, peft: LoraConfig) -> Iterator[NamedTensor]:
         """Yield the weights under the adapter, under the names that they have below peft's layers."""
@@ -250,40 +234,15 @@ class ArealEngine(BaseEngine):
                 yield NamedTensor(replace_lora_wrapper(name, peft), tensor)
 
 
-class Mode(BaseEngineCtx):
-    """verl's context of training or evaluation: moves offloaded state, and ends with no pending gradient."""
-
-    def __init__(self, engine: ArealEngine, mode: str, **kwargs: Any) -> None:
-        super().__init__(engine=engine, mode=mode, **kwargs)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        if self.mode == "eval":
-            self._stack.enter_context(self.engine.engine.evaluating())
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
-        if self.mode == "train" and (self.zero_grad_on_exit or error[0] is not None):
-            self.engine.optimizer_zero_grad()
-        super().__exit__(*error)
+def _check_batch(data: TensorDict) -> None:
+    """Raise for flags and columns of a batch that no engine of this library honours."""
+    found = {flag: tu.get_non_tensor_data(data=data, key=flag, default=False) for flag in UNSUPPORTED}
+    found["multi_modal_inputs"] = any(data.get("multi_modal_inputs", None) or ())
+    check_options({name: (x, [False]) for name, x in found.items()}, "engine.strategy = 'areal'", "leave it out")
 
 
 def _samples(data: TensorDict) -> list[dict[str, Tensor]]:
-    """Return the samples of a batch of verl's.
-
-    Raises:
-        ValueError: it has images.
-    """
-    if any(data.get("multi_modal_inputs", None) or ()):
-        raise ValueError(
-            "multi_modal_inputs in a batch with engine.strategy = 'areal': engines train on text alone; leave images out"
-        )
+    """Return the samples of a batch of verl's."""
     rows = data["input_ids"].unbind()
-    temperature = tu.get(data, "temperature", 1.0)
-    each = temperature if isinstance(temperature, Tensor) else [torch.tensor(float(temperature))] * len(rows)
-    return [{"input_ids": row, "temperature": scale.float()} for row, scale in zip(rows, each, strict=True)]
-
-
-def _jagged(packed: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(packed, cu_seqlens.long())
+    temperatures = torch.as_tensor(tu.get(data, "temperature", 1.0), dtype=torch.float32).expand(len(rows))
+    return [{"input_ids": row, "temperature": scale} for row, scale in zip(rows, temperatures, strict=True)]

@@ -24,6 +24,7 @@ import areal.tests.mutants.bugs.shared_devices
 import areal.tests.mutants.bugs.silent
 import areal.tests.mutants.bugs.step
 import areal.tests.mutants.bugs.tinker.backend
+import areal.tests.mutants.bugs.tinker.direct
 import areal.tests.mutants.bugs.tinker.export
 import areal.tests.mutants.bugs.tinker.http
 import areal.tests.mutants.bugs.tinker.recovery

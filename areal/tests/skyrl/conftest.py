@@ -45,6 +45,6 @@ def shared(start: Start) -> ArealBackend:
 @pytest.fixture
 def backend(shared: ArealBackend) -> ArealBackend:
     """The backend of the module, without models."""
-    for model in list(shared.models):
+    for model in list(shared.trainer.models):
         shared.delete_model(model)
     return shared

@@ -204,12 +204,12 @@ def test_samples_are_those_of_the_snapshot(sampling: ArealBackend, tmp_path: Pat
             assert error(sequence.logprobs, expected[3:-1]) <= 1e-4
             assert error(answers["1"].prompt_logprobs, expected[:3]) <= 1e-4
     # One snapshot of a model is in memory.
-    assert len(sampling._sampler._snapshots) == 1
+    assert len(sampling.sampler.snapshots) == 1
     lost = sample(sampling, tmp_path, {"1": ("a", question("three")), "2": ("", question())})
     assert "three.tar.gz" in lost["1"].error
     assert lost["2"].sequences[0].tokens == answers["2"].sequences[0].tokens
     sampling.delete_model("a")
-    assert not sampling._sampler._snapshots
+    assert not sampling.sampler.snapshots
 
 
 @PINNED

@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[Callable[[], types.ForwardBackwardInput], str]] = {
     ),
     "weights of another length": (
         lambda: types.ForwardBackwardInput(data=[datum(2, 1, "logprobs", "advantages", weights=[1.0])], loss_fn="ppo"),
-        r"has 1 weights and 2 advantages",
+        r"data\[0\].loss_fn_inputs\['weights'\] has the shape \[1\]: it must be \[2\]",
     ),
     "no log-probs": (
         lambda: types.ForwardBackwardInput(data=[datum(2, 1, "advantages")], loss_fn="ppo"),
@@ -101,10 +101,10 @@ def test_refused_request_fails_alone(fault: str, backend: ArealBackend) -> None:
 @pytest.mark.parametrize(
     ("config", "role", "message"),
     [
-        (lora(), "critic", "model_role = 'critic': this backend trains policies only"),
-        (lora(0), "policy", "lora_config.rank = 0: choose a rank from 1 to 128"),
-        (lora(4, 0.0), "policy", "lora_config.alpha = 0.0: it must be a finite number above 0"),
-        (lora(train_attn=False, train_mlp=False), "policy", "lora_config: set at least one of train_attn"),
+        (lora(), "critic", "model_role = 'critic' with backend = 'areal', which supports 'policy'"),
+        (lora(0), "policy", "lora_config.rank is 0: it must be an integer from 1 to 128"),
+        (lora(4, 0.0), "policy", "lora_config.alpha is 0.0: it must be above 0"),
+        (lora(train_attn=False, train_mlp=False), "policy", "lora_config trains no layers: at least one of train_attn"),
     ],
 )
 def test_refused_models(config: types.LoraConfig, role: str, message: str, backend: ArealBackend) -> None:
@@ -138,7 +138,7 @@ def test_lost_backend_starts_again_without_models(
         raise BackendLostError("a rank has died")
 
     with monkeypatch.context() as patch:
-        patch.setattr(backend._training, "optim_step", lost)
+        patch.setattr(backend.trainer.backend, "optim_step", lost)
         with pytest.raises(BackendLostError, match="a rank has died"):
             step(backend, "a")
     assert not backend.has_model("a")

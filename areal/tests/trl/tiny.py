@@ -31,18 +31,23 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return made
 
 
-def write_model(path: Path) -> str:
-    """Write a Qwen3 of two layers, and its tokenizer."""
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+
+
+def write_model(path: Path, **sizes: Any) -> str:
+    """Write a Qwen3 of two layers, and its tokenizer. ``sizes`` replace those of :data:`SIZES`."""
     tokens = tokenizer()
     config = Qwen3Config(
+        **{**SIZES, **sizes},
         vocab_size=len(tokens),
-        hidden_size=32,
-        intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokens.eos_token_id,

@@ -40,6 +40,27 @@ def create_sampling_backend(model: str, sampler: str, config: Mapping[str, Any])
     return factory(model, config)
 
 
+def create_backends(
+    model: str, backend: str, backend_config: Mapping[str, Any], sampler: str | None, sampler_config: Mapping[str, Any]
+) -> tuple[TrainingBackend, SamplingBackend | None]:
+    """Start a backend that trains and one that samples, which have the base model in memory once if they can.
+
+    Args:
+        model: directory or hub name of the base model.
+        backend: name of the training backend with its layout.
+        backend_config: settings of the training backend.
+        sampler: name of the sampler; ``None`` for no sampler.
+        sampler_config: settings of the sampler.
+
+    Raises:
+        ValueError: see :func:`create_training_backend`.
+    """
+    training = create_training_backend(model, backend, backend_config)
+    sampling = None if sampler is None else create_sampling_backend(model, sampler, sampler_config)
+    share_base_model(training, sampling)
+    return training, sampling
+
+
 def share_base_model(training: TrainingBackend, sampling: SamplingBackend | None) -> None:
     """Let a sampler read the base model of a training backend of the same process, so that it is in memory once."""
     if isinstance(training, LendsParameters) and isinstance(sampling, BorrowsParameters):

@@ -1,0 +1,1 @@
+"""Tests of what the adapters of several frameworks use."""

@@ -1,0 +1,1 @@
+"""Tests of the protocol's verbs as plain calls."""
