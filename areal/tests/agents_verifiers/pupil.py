@@ -85,7 +85,9 @@ def token_client(folder: Path) -> vf.ClientConfig:
     return vf.TrainClientConfig(renderer_model_name=str(folder), renderer=Qwen3RendererConfig())
 
 
-def play(client: Any, made: VerifiersEpisode, groups: int = 3, group_size: int = 1, seconds: float = 300) -> list[Group]:
+def play(
+    client: Any, made: VerifiersEpisode, groups: int = 3, group_size: int = 1, seconds: float = 300
+) -> list[Group]:
     """Run an episode by a runner. Returns the groups of one batch, none of whose episodes failed."""
     runner = Runner(client, made, made.tasks(), Plan(groups, group_size, max_concurrent=512, shuffle=False))
     try:
@@ -115,7 +117,7 @@ def write_model(folder: Path) -> None:
     made.save_pretrained(folder)
 
 
-def taught(folder: Path, harness: str, client: vf.ClientConfig | None = None, steps: int = 150) -> Pupil:
+def taught(folder: Path, harness: str, client: vf.ClientConfig | None = None, steps: int = 300) -> Pupil:
     """Train a model on what the oracle says to a harness. ``folder`` has the model."""
     lessons = [each for group in play(Oracle(harness), episode(harness, client)) for each in group.sequences]
     assert [each.reward for each in lessons] == [1.0] * 3
