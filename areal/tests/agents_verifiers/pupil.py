@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import verifiers.v1 as vf
 from renderers import Qwen3RendererConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -101,6 +102,7 @@ def play(
 
 def write_model(folder: Path) -> None:
     """Write a Qwen3 of two layers and its tokenizer."""
+    torch.manual_seed(0)
     made = tokenizer()
     config = Qwen3Config(
         vocab_size=len(made),
@@ -117,19 +119,24 @@ def write_model(folder: Path) -> None:
     made.save_pretrained(folder)
 
 
+def untaught(folder: Path, steps: int = 1) -> Pupil:
+    """Return an engine for a number of steps, and a rollout, both with the weights in ``folder``."""
+    optimizer = OptimizerConfig(lr=3e-3)
+    config = TrainEngineConfig(path=str(folder), backend="fsdp:d1", dtype="float32", optimizer=optimizer)
+    engine = create_engine(config)
+    engine.initialize(FinetuneSpec(total_train_steps=steps))
+    model = Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    return Pupil(engine, LocalRollout(model, max_context=CONTEXT, max_requests=16))
+
+
 def taught(folder: Path, harness: str, client: vf.ClientConfig | None = None, steps: int = 300) -> Pupil:
     """Train a model on what the oracle says to a harness. ``folder`` has the model."""
     lessons = [each for group in play(Oracle(harness), episode(harness, client)) for each in group.sequences]
     assert [each.reward for each in lessons] == [1.0] * 3
     samples = [from_segments(each.segments) for each in lessons]
-    optimizer = OptimizerConfig(lr=3e-3)
-    config = TrainEngineConfig(path=str(folder), backend="fsdp:d1", dtype="float32", optimizer=optimizer)
-    engine = create_engine(config)
-    engine.initialize(FinetuneSpec(total_train_steps=steps))
     batch = [{name: sample[name] for name in ("input_ids", "loss_mask")} for sample in samples]
+    pupil = untaught(folder, steps)
     for _ in range(steps):
-        engine.train_batch(batch, sft_objective())
-    model = Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-    rollout = LocalRollout(model, max_context=CONTEXT, max_requests=16)
-    rollout.update(engine.named_tensors(), 1)
-    return Pupil(engine, rollout)
+        pupil.engine.train_batch(batch, sft_objective())
+    pupil.rollout.update(pupil.engine.named_tensors(), 1)
+    return pupil
