@@ -26,13 +26,13 @@ TESTED = ("0.4.0", "0.4.0")
 """Oldest and newest release of verifiers that the tests ran with."""
 
 _NO_KEY = "AREAL_GATEWAY_HAS_NO_KEY"
-"""Environment variable that nobody sets: without it, verifiers would send the key of its own service."""
+"""Name of an environment variable that is not set. By default, verifiers sends the key of its cloud service."""
 
 
 class VerifiersEpisode:
     """Episode of a taskset and a harness of verifiers, which ask a :class:`~areal.inference.gateway.Gateway`.
 
-    Each agent of a run has a session of its own, named by the id of its trace. All that is sampled in it becomes sequences with the reward of
+    Each agent of a run has a separate session, named by the id of its trace. All that is sampled in it becomes sequences with the reward of
     this trace. Agents that are not trainable are left out. Means are logged: ``requests`` and ``refused`` requests of a run, its
     ``sequences``, and each reward and metric of a trace by its name.
 
@@ -79,7 +79,7 @@ class VerifiersEpisode:
         """Return all tasks of the taskset, as the items of a runner.
 
         Raises:
-            ValueError: the taskset has no end.
+            ValueError: the taskset is infinite.
         """
         taskset = self.environment.taskset
         if not taskset.bounded:

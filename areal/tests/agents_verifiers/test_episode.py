@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+pytest.importorskip("verifiers", reason="verifiers is not installed: make test-agents")
 import verifiers.v1 as vf
 
 import areal.integrations.verifiers.episode
@@ -76,6 +78,15 @@ def test_repeated_attempt_alone_is_trained() -> None:
     config["agent"]["retries"] = {"max_retries": 1}
     (group,) = play(Failing("bash", 1), VerifiersEpisode(config, gateway()), groups=1)
     assert [sum(segment.trainable for segment in each.segments) for each in group.sequences] == [3]
+
+
+def test_limit_of_turns_ends_an_episode_that_is_trained() -> None:
+    config = environment("bash")
+    config["agent"]["max_turns"] = 2
+    (group,) = play(Oracle("bash"), VerifiersEpisode(config, gateway()), groups=1)
+    (sequence,) = group.sequences
+    assert sum(segment.trainable for segment in sequence.segments) == 2
+    assert (sequence.reward, sequence.truncated) == (0.0, True)
 
 
 def test_error_of_an_agent_fails_the_episode_with_its_text() -> None:

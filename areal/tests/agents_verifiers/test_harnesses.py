@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from areal.inference import LocalRollout
+pytest.importorskip("verifiers", reason="verifiers is not installed: make test-agents")
+
+from areal.inference import VLLM, HTTPRollout, LocalRollout
 from areal.inference.protocol import Completion, Sampling
 from areal.tests.agents.pupil import Pupil
 from areal.tests.agents_verifiers.pupil import episode, play, taught, token_client, untaught, write_model
+from areal.tests.harness.servers.rollout_http import Process
 
 REPEATS = 5
 MANY = 200
@@ -42,6 +45,23 @@ def test_three_turns_train_on_the_tokens_that_were_sampled(
         assert [segment.trainable for segment in each.segments] == [False, True] * 3
         assert each.stats["calls"] == 2
         assert each.stats["sequences"] == 1
+    pupil.close()
+
+
+def test_servers_generate_by_the_token_route(tmp_path: Path, report: Callable[..., None]) -> None:
+    write_model(tmp_path)
+    pupil = untaught(tmp_path)
+    process = Process(str(tmp_path), modern=True)
+    try:
+        with HTTPRollout([process.url], VLLM(), folder=tmp_path / "weights", model=str(tmp_path)) as rollout:
+            rollout.update(pupil.engine.named_tensors(), 1)
+            groups = play(rollout, episode("null", token_client(tmp_path)), group_size=2)
+    finally:
+        process.kill()
+    sequences = [each for group in groups for each in group.sequences]
+    worst = pupil.error(sequences)
+    report(f"verifiers {RELEASE}, null, tokens, HTTPRollout", len(sequences), sequences, worst)
+    assert worst < 1e-5
     pupil.close()
 
 

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 
 import psutil
+import pytest
+
+pytest.importorskip("verifiers", reason="verifiers is not installed: make test-agents")
 
 from areal.tests.agents_verifiers.killed_runner import Waiting
 from areal.tests.agents_verifiers.pupil import episode
