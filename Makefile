@@ -115,8 +115,9 @@ test-trl: $(VENV)-trl/.ready $(VENV)-vllm/.ready ## Train with TRL's trainers on
 	test -x $(VENV)-vllm/bin/python
 	OMP_NUM_THREADS=1 $(VENV)-trl/bin/python -m pytest -q -rA areal/tests/trl $(PYTEST_ARGS)
 
-test-agents: $(VENV)-agents/.ready ## Run the published OpenAI client and Agents SDK against the gateway; on the CPU.
+test-agents: $(VENV)-agents/.ready $(VENV)-verifiers/.ready ## Run the published OpenAI client, Agents SDK and verifiers against the gateway; on the CPU.
 	OMP_NUM_THREADS=1 $(VENV)-agents/bin/python -m pytest -q -rA areal/tests/agents $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-verifiers/bin/python -m pytest -q -rA areal/tests/agents_verifiers $(PYTEST_ARGS)
 
 test-templates: $(VENV)/.test $(VENV)-templates/.ready ## Compare prompts, masks and calls with the chat templates of published models.
 	PYTHONPATH=$(VENV)-templates $(BIN)/python -m pytest -q areal/tests/chat $(PYTEST_ARGS)
@@ -228,6 +229,11 @@ $(VENV)-trl/.ready: pyproject.toml
 $(VENV)-agents/.ready: pyproject.toml
 	.ci/venv $(PYTHON) $(VENV)-agents
 	.ci/pip $(VENV)-agents/bin/python --no-compile 'torch>=2.11,<2.14' openai==3.57.0 openai-agents==0.24.0 -e '.[agents,test]'
+	touch $@
+
+$(VENV)-verifiers/.ready: pyproject.toml
+	.ci/venv $(PYTHON) $(VENV)-verifiers
+	.ci/pip $(VENV)-verifiers/bin/python --no-compile 'torch>=2.11,<2.14' -e '.[test,verifiers]'
 	touch $@
 
 # The wheel alone, for the templates inside.

@@ -37,6 +37,7 @@ COMBINATIONS = (
     Combination("3.12", ("skyrl==0.3.0",)),
     Combination("3.12", ("skyrl==0.3.0", "torch==2.11.0")),  # its extra asks another index for kernels
     Combination("3.11", ("trl==1.16.0",)),
+    Combination("3.11", ("verifiers==0.4.0",)),
     Combination("3.11", ("transformers==5.6.2", "torch==2.11.*")),
     Combination("3.11", ()),
     Combination("3.13", ()),
@@ -63,7 +64,7 @@ def all_extras() -> list[str]:
     return [
         name
         for name in project["optional-dependencies"]
-        if name not in ("gpu", "docs", "dev", "test", "verl", "skyrl", "trl")
+        if name not in ("gpu", "docs", "dev", "test", "verl", "skyrl", "trl", "verifiers")
     ]
 
 

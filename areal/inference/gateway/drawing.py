@@ -20,6 +20,7 @@ IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "return_tokens_as_token_ids",
+        "routed_experts_prompt_start",
         "safety_identifier",
         "service_tier",
         "skip_special_tokens",

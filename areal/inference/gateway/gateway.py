@@ -97,13 +97,9 @@ class Gateway:
 
     # ---- sessions
 
-    @contextlib.contextmanager
-    def session(self, client: RolloutClient, *, max_requests: int | None = None) -> Iterator[Session]:
-        """Open a session of one program, and end it: requests under way are cancelled, and later ones refused.
-
-        Args:
-            client: generates the answers.
-            max_requests: maximum number of answers; ``None`` for no limit.
+    @property
+    def root(self) -> str:
+        """URL of the server, for programs that name their session in a header.
 
         Raises:
             RuntimeError: the gateway does not serve.
@@ -112,10 +108,28 @@ class Gateway:
             raise RuntimeError(
                 "the gateway does not serve: use it as `async with gateway:`, or in an episode of a Runner"
             )
-        name = secrets.token_urlsafe(24)
-        session = Session(
-            name, f"{self._root}/sessions/{name}/v1", client, MessageHistory(self._rewrites), max_requests
-        )
+        return self._root
+
+    @contextlib.contextmanager
+    def session(
+        self, client: RolloutClient, *, name: str | None = None, max_requests: int | None = None
+    ) -> Iterator[Session]:
+        """Open a session of one program, and end it: requests under way are cancelled, and later ones refused.
+
+        Args:
+            client: generates the answers.
+            name: id of the session, for a program that names it in ``X-Session-ID``. It must be hard to guess. By default it is random.
+            max_requests: maximum number of answers; ``None`` for no limit.
+
+        Raises:
+            RuntimeError: the gateway does not serve.
+            ValueError: a session has this name.
+        """
+        name = name or secrets.token_urlsafe(24)
+        base_url = f"{self.root}/sessions/{name}/v1"
+        if name in self._sessions:
+            raise ValueError(f"name = {name!r}: a session has this name; pass another one, or None for a random one")
+        session = Session(name, base_url, client, MessageHistory(self._rewrites), max_requests)
         self._sessions[name] = session
         self._wait_for_requests(session)
         try:

@@ -46,7 +46,7 @@ NAMES = {
     r"^dispatch_ray/|_on_ray_": "Ray",
     r"^vllm/": "a real vLLM",
     r"^(verl|skyrl|trl)/": "another framework",
-    r"^agents/": "a published agent",
+    r"^agents(_verifiers)?/": "a published agent",
     r"^chat/": "published chat templates",
     r"^dist/faults/test_torchrun_agents|_under_torchrun": "torchrun's agents",
     r"^dist/trainer/test_(ppo|one_owner)": "runs of policy optimisation",

@@ -50,6 +50,7 @@ HOMES: dict[str, str | tuple[str, ...] | None] = {
     "trl": "integrations/trl",
     "verl": "integrations/verl",
     "skyrl": "integrations/skyrl",
+    "verifiers": "integrations/verifiers",
     "matplotlib": None,
 }
 """Optional dependencies, each with the folder or file that may import it; ``None`` for those of examples and tests."""

@@ -76,3 +76,12 @@ def request_of_an_ended_session_goes_on(right: Function) -> Function:
         self._ended = self._ended or why
 
     return wrong
+
+
+@mutant(
+    "areal.inference.gateway.gateway:Gateway.session",
+    "unit/inference/gateway/test_named_sessions.py::test_header_names_the_session",
+)
+def name_of_a_session_ignored(right: Function) -> Function:
+    """A session has a random id, whatever name it was given."""
+    return lambda self, client, *, name=None, max_requests=None: right(self, client, max_requests=max_requests)

@@ -1,0 +1,1 @@
+"""Tasksets and harnesses of verifiers as episodes."""

@@ -1,0 +1,69 @@
+"""Processes of harnesses end with their episode, also when the runner is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+pytest.importorskip("verifiers", reason="verifiers is not installed: make test-agents")
+
+from areal.tests.agents_verifiers.killed_runner import Waiting
+from areal.tests.agents_verifiers.pupil import episode
+from areal.trainer.rollout import Plan, Runner
+
+SECONDS = 60.0
+"""Limit of each wait."""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+def sleeping(processes: list[psutil.Process]) -> int:
+    """Return the number of commands that do not end."""
+    found = 0
+    for each in processes:
+        try:
+            found += each.name() == "sleep"
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_killed_runner_leaves_no_process() -> None:
+    command = [sys.executable, "-m", "areal.tests.agents_verifiers.killed_runner"]
+    runner = psutil.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        # Two for each of three episodes.
+        until(lambda: sleeping(runner.children(recursive=True)) == 6)
+        processes = runner.children(recursive=True)
+        assert len({each.pid for each in processes}) > 9
+    finally:
+        runner.kill()
+        runner.wait()
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
+    assert not alive
+
+
+def test_closed_runner_leaves_no_process() -> None:
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    made = episode("bash")
+    runner = Runner(Waiting("bash"), made, made.tasks(), Plan(3, 1))
+    try:
+        runner.advance(0)
+        until(lambda: sleeping(psutil.Process().children(recursive=True)) == 6)
+        processes = psutil.Process().children(recursive=True)
+    finally:
+        runner.close()
+    # Commands in sessions of their own are no descendants any more once their parents are gone.
+    left = [each for each in processes if each.pid not in before and each.is_running()]
+    assert [each for each in left if each.status() != psutil.STATUS_ZOMBIE] == [], left
