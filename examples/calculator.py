@@ -67,6 +67,8 @@ def calculate(a: int, operation: str, b: int) -> str:
         operation: plus, minus or times.
         b: second number.
     """
+    if max(abs(a), abs(b)) >= 10**6:
+        raise ValueError("numbers have at most six digits")
     return str({"plus": a + b, "minus": a - b, "times": a * b}[operation])
 
 
@@ -193,7 +195,7 @@ def main(config: CalculatorConfig) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(
         start, dtype=getattr(torch, engine.config.dtype), attn_implementation="sdpa"
     )
-    episode = ToolEpisode(chat, [calculate], asked, reward, Sampling(48), max_turns=4)
+    episode = ToolEpisode(chat, [calculate], asked, reward, Sampling(48), max_turns=4, max_tokens=160)
 
     def shuffled(rewards: Tensor, samples: list[Sample]) -> Tensor:
         generator = torch.Generator().manual_seed(int(samples[0]["group_ids"]) + config.seed)
@@ -207,7 +209,7 @@ def main(config: CalculatorConfig) -> None:
             f"step {len(curves.values['rollout/reward'])}/{config.steps}  {means}  {scalars['time/step']:.1f} s"
         )
 
-    with LocalRollout(model.to(engine.device).eval(), max_context=512, page_size=16) as rollout:
+    with LocalRollout(model.to(engine.device).eval(), max_context=1024, page_size=16) as rollout:
 
         def sync(source: Any, version: int) -> None:
             rollout.update(source.named_tensors(), version)

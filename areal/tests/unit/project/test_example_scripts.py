@@ -19,12 +19,14 @@ ROLLOUTS = (
     *("--steps", "2", "--groups", "2", "--group-size", "2", "--eval-size", "4", "--kl-coef", "0.01"),
     *("--warmup-steps", "1", "--warmup-batch-size", "4"),
 )
+CALLS = (*ROLLOUTS[:8], *ROLLOUTS[10:])
 SCRIPTS = {
     "dpo.py": (PAIRS, "model/config.json"),
     "sft.py": (("--steps", "2", "--batch-size", "8", "--eval-size", "4", "--reload-samples", "2"), "losses.json"),
     "reward_model.py": (PAIRS, "model/config.json"),
     "grpo.py": (ROLLOUTS, "curves.png"),
     "ppo.py": (ROLLOUTS, "curves.png"),
+    "calculator.py": (CALLS, "calculator.json"),
 }
 """Options of each script, and a file that it writes to its output directory."""
 
