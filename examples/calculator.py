@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -246,4 +245,4 @@ def main(config: CalculatorConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(CalculatorConfig, description=__doc__)))
+    main(tyro.cli(CalculatorConfig, description=__doc__))
