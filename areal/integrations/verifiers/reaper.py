@@ -21,7 +21,8 @@ _ROUNDS = 100
 class Reaper:
     """Process that kills all processes with a mark when it is left, or when this process dies. On systems without ``/proc``, it does nothing.
 
-    verifiers starts each harness in a separate session of the system, so that neither a signal to this process group nor the end of this process ends it.
+    verifiers starts each harness in a separate session of the system, so that neither a signal to this process group nor the end of this
+    process ends it.
 
     Args:
         mark: value of the environment variable ``MARK``.
