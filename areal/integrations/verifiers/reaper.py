@@ -21,7 +21,8 @@ _ROUNDS = 100
 class Reaper:
     """Process that kills all processes with a mark when it is left, or when this process dies. On systems without ``/proc``, it does nothing.
 
-    verifiers starts each harness in a session of its own, so that neither a signal to this process group nor the end of this process ends it.
+    verifiers starts each harness in a separate session of the system, so that neither a signal to this process group nor the end of this
+    process ends it.
 
     Args:
         mark: value of the environment variable ``MARK``.
@@ -33,7 +34,7 @@ class Reaper:
 
     async def __aenter__(self) -> Reaper:
         if Path("/proc/self/environ").exists():
-            # In a session of its own: a signal to the process group of this process must not end it.
+            # In a separate session: a signal to the process group of this process must not end it.
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", __file__, self._mark),
                 stdin=asyncio.subprocess.PIPE,
@@ -48,7 +49,7 @@ class Reaper:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the ids of all processes whose environment has the mark. Ended processes have no environment."""
+    """Return the ids of all processes whose environment has the mark. The environment of an ended process is empty."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
