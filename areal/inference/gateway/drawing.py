@@ -19,6 +19,7 @@ IGNORED = frozenset(
         "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "request_id",
         "return_tokens_as_token_ids",
         "routed_experts_prompt_start",
         "safety_identifier",

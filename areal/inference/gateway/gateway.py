@@ -236,6 +236,7 @@ class Gateway:
 
     def generate(self, session: Session, request: TokenRequest) -> Coroutine[Any, Any, dict[str, Any]]:
         """Continue tokens, by vLLM's route. Raises what :meth:`chat` raises."""
+        request.check_fields()
         sampling = self._checked(request.sampling_params, request.model)
         return self._generate(session, request, sampling)
 

@@ -71,14 +71,14 @@ async def chat(session: Named, body: ChatRequest, request: Request) -> Response:
         return replies.chat_chunks(reply, with_usage=options.include_usage)
 
     work = request.app.state.gateway.chat(session, body)
-    return _streamed(request, work, chunks) if body.stream else await _replied(request, work)
+    return await _streamed(request, work, chunks) if body.stream else await _replied(request, work)
 
 
 @router.post("/v1/completions", response_model=None)
 async def completions(session: Named, body: TextRequest, request: Request) -> Response:
     """Continue texts. A stream has one chunk with the whole reply."""
     work = request.app.state.gateway.complete(session, body)
-    return _streamed(request, work, lambda reply: [reply]) if body.stream else await _replied(request, work)
+    return await _streamed(request, work, lambda reply: [reply]) if body.stream else await _replied(request, work)
 
 
 @router.post("/inference/v1/generate", response_model=None)
@@ -90,12 +90,38 @@ async def generate(session: Named, body: TokenRequest, request: Request) -> Resp
 async def _replied(request: Request, work: Coroutine[Any, Any, Body]) -> Response:
     """Return the reply when it is there. A client that leaves ends the work."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await _first(request, task, None)
         return JSONResponse(task.result()) if task.done() else Response(status_code=_GONE)
     finally:
         task.cancel()
+
+
+async def _streamed(request: Request, work: Coroutine[Any, Any, Body], chunks: Chunks) -> Response:
+    """Return server-sent events: comments while the answer is generated, then its chunks. A client that leaves ends the work.
+
+    The status waits for the answer for a time, so that it tells of an error.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        if await _first(request, task, _WAITING_SECONDS):
+            if task.done():
+                task.result()
+            return StreamingResponse(_events(request, task, chunks), media_type="text/event-stream")
+        task.cancel()
+        return Response(status_code=_GONE)
+    except BaseException:
+        task.cancel()
+        raise
+
+
+async def _first(request: Request, task: asyncio.Task[Body], seconds: float | None) -> bool:
+    """Wait until the work is done, the client has left, or the time is over. Returns False if the client has left."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return task.done() or not gone.done()
+    finally:
         gone.cancel()
 
 
@@ -104,25 +130,19 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _streamed(request: Request, work: Coroutine[Any, Any, Body], chunks: Chunks) -> Response:
-    """Return server-sent events: comments while the answer is generated, then its chunks. A client that leaves ends the work."""
-
-    async def events() -> AsyncIterator[str]:
-        task = asyncio.ensure_future(work)
+async def _events(request: Request, task: asyncio.Task[Body], chunks: Chunks) -> AsyncIterator[str]:
+    try:
+        while not (await asyncio.wait({task}, timeout=_WAITING_SECONDS))[0]:
+            yield ": waiting\n\n"
         try:
-            while not (await asyncio.wait({task}, timeout=_WAITING_SECONDS))[0]:
-                yield ": waiting\n\n"
-            try:
-                sent = list(chunks(task.result()))
-            except (RequestError, RuntimeError) as error:
-                sent = [_counted(request, error).body()]
-            for chunk in sent:
-                yield f"data: {json.dumps(chunk)}\n\n"
-            yield "data: [DONE]\n\n"
-        finally:
-            task.cancel()
-
-    return StreamingResponse(events(), media_type="text/event-stream")
+            sent = list(chunks(task.result()))
+        except (RequestError, RuntimeError) as error:
+            sent = [_counted(request, error).body()]
+        for chunk in sent:
+            yield f"data: {json.dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+    finally:
+        task.cancel()
 
 
 async def _wrong(request: Request, error: Exception) -> Response:

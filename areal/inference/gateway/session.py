@@ -122,7 +122,7 @@ class Session:
             self.check_open()
             raise
         except ValueError as error:
-            raise RequestError(400, "invalid_prompt", str(error)) from None
+            raise _refused_prompt(str(error)) from None
         finally:
             task.cancel()
             self._running.discard(task)
@@ -136,3 +136,12 @@ async def _all(requests: Iterable[Awaitable[Completion]]) -> list[Completion]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _refused_prompt(text: str) -> RequestError:
+    """Return the error of a prompt that the rollout refused. Agents know one that is too long by OpenAI's code and words."""
+    if "context" in text:
+        return RequestError(
+            400, "context_length_exceeded", f"beyond the maximum context length of the model: {text}", "messages"
+        )
+    return RequestError(400, "invalid_prompt", text)

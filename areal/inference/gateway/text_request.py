@@ -7,12 +7,13 @@ vLLM 0.32.0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from areal.inference.gateway.chat_request import StreamOptions
-from areal.inference.gateway.drawing import Drawing
+from areal.inference.gateway.drawing import IGNORED, Drawing
+from areal.inference.gateway.request_error import refused
 from areal.inference.protocol import Sampling
 
 
@@ -46,8 +47,16 @@ class TokenDrawing(Drawing):
 class TokenRequest(BaseModel):
     """A request for the continuation of token ids."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     token_ids: list[int] = Field(min_length=1)
+    stream: Literal[False] | None = None
     sampling_params: TokenDrawing = Field(default_factory=TokenDrawing)
+
+    def check_fields(self) -> None:
+        """Raise a :class:`~areal.inference.gateway.request_error.RequestError` for a field that cannot be honoured, such as images."""
+        for field, value in (self.model_extra or {}).items():
+            if value is not None and field not in IGNORED:
+                raise refused(field, value, "leave it out")
+        self.sampling_params.check_fields()

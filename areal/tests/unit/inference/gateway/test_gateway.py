@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from areal.inference.gateway import Gateway
+from areal.inference.gateway import Gateway, http_routes
 from areal.inference.protocol import Sampling
 from areal.tests.harness.limits import PROMPTLY
 from areal.tests.unit.inference.gateway.programs import (
@@ -259,7 +259,11 @@ class Failing(Model):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(ValueError("too long"), 400, "invalid_prompt"), (RuntimeError("closed"), 503, "rollout_failed")],
+    [
+        (ValueError("no such token"), 400, "invalid_prompt"),
+        (ValueError("beyond max_context = 8"), 400, "context_length_exceeded"),
+        (RuntimeError("closed"), 503, "rollout_failed"),
+    ],
 )
 def test_errors_of_the_rollout_reach_the_program(error: Exception, status: int, code: str, stream: bool) -> None:
     async def work() -> None:
@@ -267,11 +271,46 @@ def test_errors_of_the_rollout_reach_the_program(error: Exception, status: int, 
         model.error = error
         async with served(model) as (gateway, session, http):
             reply = await http.post("/chat/completions", json={"messages": [USER], "stream": stream})
-            body = reply.text.split("\n\n")[0].removeprefix("data: ")
-            assert json.loads(body)["error"]["code"] == code
-            assert json.loads(body)["error"]["message"] == str(error)
-            assert reply.status_code == (200 if stream else status)
+            assert reply.status_code == status, reply.text
+            assert reply.json()["error"]["code"] == code
+            assert str(error) in reply.json()["error"]["message"]
             assert session.counts == gateway.counts == {code: 1}
+
+    run(work)
+
+
+def test_stream_waits_and_tells_of_a_late_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_routes, "_WAITING_SECONDS", 0.01)
+    waited = asyncio.Event()
+
+    class Late(Model):
+        async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Any:
+            await waited.wait()
+            raise RuntimeError("closed")
+
+    async def work() -> None:
+        async with served(Late()) as (_, session, http):
+            lines: list[str] = []
+            async with http.stream("POST", "/chat/completions", json={"messages": [USER], "stream": True}) as reply:
+                async for line in reply.aiter_lines():
+                    lines += [line] if line else []
+                    waited.set()
+        assert reply.status_code == 200
+        assert lines[0] == ": waiting"
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "rollout_failed"
+        assert session.counts == {"rollout_failed": 1}
+
+    run(work)
+
+
+@pytest.mark.parametrize("field", ["features", "stream"])
+def test_token_route_refuses_what_it_cannot_honour(field: str) -> None:
+    async def work() -> None:
+        async with served(Model([5])) as (_, session, http):
+            url = session.base_url.removesuffix("/v1") + "/inference/v1/generate"
+            reply = await http.post(url, json={"token_ids": [1, 2], field: True})
+            assert reply.status_code == 400, reply.text
+            assert field in reply.json()["error"]["message"]
 
     run(work)
 
