@@ -1,1 +1,1 @@
-"""Tests of the interface: configurations."""
+"""Tests of the interface and its configuration."""
