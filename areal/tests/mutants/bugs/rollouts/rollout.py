@@ -184,12 +184,12 @@ def statistics_over_the_default_group(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.runner:Runner._too_many_rejected",
+    "areal.trainer.rollout.plan:Plan.too_many_rejected",
     RUNNER.format("test_keep_that_rejects_too_many_groups_raises"),
 )
 def keep_without_bound(right: Function) -> Function:
     """Groups are played until enough are kept, even if none ever is."""
-    return lambda self: None
+    return lambda self, rejected, per_batch: None
 
 
 @mutant(
