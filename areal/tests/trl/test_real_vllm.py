@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("trl", reason="trl is not installed: make test-trl")
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from areal.api import NamedTensor
 from areal.inference.http import VLLM, HTTPRollout
@@ -69,6 +71,19 @@ class RecordingRollout(HTTPRollout):
         super().update(iter(sent), version)
 
 
+class RecordingQueue(queue.Queue[RolloutSample]):
+    """Queue that keeps the version of each sample that the trainer takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[int] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
+        sample = super().get(block, timeout)
+        self.taken.append(sample.model_version)
+        return sample
+
+
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_steps_on_a_real_server_have_the_log_probs_of_the_trainer(
     path: str, vllm: VLLMProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
@@ -93,6 +108,7 @@ def test_steps_on_a_real_server_have_the_log_probs_of_the_trainer(
     tokens, items, updates = tiny.tokenizer(), tiny.data_set(), vllm.asked("/collective_rpc")
     with RecordingRollout(vllm, tmp_path / "weights") as rollout:
         worker = RolloutWorker(rollout, items, args, tokens, rewarded_answer(args, tokens, tiny.reward))
+        buffer = worker.rollout_buffer = RecordingQueue()
         trainer = AsyncGRPOTrainer(path, tiny.reward, args, items, rollout_worker=worker, weight_transfer=worker)
         trainer.train()
         # After the run, the server has the trainer's last weights.
@@ -114,7 +130,11 @@ def test_steps_on_a_real_server_have_the_log_probs_of_the_trainer(
     # With one step ahead, the groups of the third step start with the second version at the earliest.
     assert staleness > 1 or sum(each[0] > 1 for each in drawn) >= SAMPLES
     assert all(log.get("sample/dropped_stale_total") is None for log in logs)
+    # TRL measures staleness when it fetches a sample, one step before it trains on the sample.
     assert max(log["sample/staleness_max"] for log in logs) <= staleness
+    trained = [(1 + number // SAMPLES, version) for number, version in enumerate(buffer.taken[: STEPS * SAMPLES])]
+    assert len(trained) == STEPS * SAMPLES
+    assert all(0 <= step - version <= staleness for step, version in trained)
 
     # Log-probs of sampled tokens are those of the trainer's weights of their version.
     worst = error(rollout.models, rollout.prompts, rollout.answers)
