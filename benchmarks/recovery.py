@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import tyro
 
 from areal import FinetuneSpec, OptimizerConfig, SaveLoadMeta, TrainEngineConfig
@@ -41,7 +42,7 @@ class Settings:
 
 def kill_rank_1(engine: Any, _: None) -> None:
     """End the process of rank 1."""
-    if engine.rank == 1:
+    if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
