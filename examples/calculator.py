@@ -54,7 +54,7 @@ TEMPLATE = (
     '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}'
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The turns of SmolLM2, whose own template has no tools."""
+"""The turns of SmolLM2, whose template does not support tools."""
 Item = dict[str, Any]
 
 
