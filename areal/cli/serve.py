@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import tyro
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from areal.inference.embedded_server import EmbeddedServer, listen
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
 from areal.tinker.api.key_file import User, read_users
@@ -142,9 +141,7 @@ def _serve(options: ServeOptions) -> Exception | None:
     training_config = _object("backend_config", options.backend_config)
     sampling_config = _object("sampler_config", options.sampler_config)
     # The port is taken before the model is loaded: a port in use is reported at once.
-    with socket.create_server((options.host, options.port), backlog=2048) as listener:
-        # Connections inherit it. Without it, the end of each answer waits 40 ms for a delayed acknowledgement.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with listen(options.host, options.port) as listener:
         model, sampler = options.model, options.sampler
         sampling_name = None if sampler == NO_SAMPLER else sampler
         training, sampling = create_backends(model, options.backend, training_config, sampling_name, sampling_config)
@@ -201,19 +198,12 @@ def _banner(listener: socket.socket, host: str, served: str, base_model: str, ne
     )
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves signals to :func:`_run`: the service stops after it, and before the process ends."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _run(
     service: Service, config: uvicorn.Config, stopping: asyncio.Event, listener: socket.socket, banner: str
 ) -> Exception | None:
     """Serve until a signal, or until the service cannot go on. Returns the reason of the latter."""
-    server = _Server(config)
+    # Signals are for this function: the service stops after the server, and before the process ends.
+    server = EmbeddedServer(config)
 
     def stop() -> None:
         # Held requests are answered at once.

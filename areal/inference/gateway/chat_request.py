@@ -6,6 +6,7 @@ Source: https://platform.openai.com/docs/api-reference/chat/create, and the fiel
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -67,8 +68,7 @@ class ChatRequest(Drawing):
         """See :meth:`Drawing.sampling`."""
         limit = self.max_completion_tokens or self.max_tokens
         asked = self.model_copy(update={"max_tokens": limit})
-        found = Drawing.sampling(asked, default, fixed=fixed)
-        return Sampling(**{**vars(found), "top_logprobs": self.top_logprobs or 0})
+        return replace(Drawing.sampling(asked, default, fixed=fixed), top_logprobs=self.top_logprobs or 0)
 
     def sent_messages(self) -> list[Message]:
         """Return the messages as a chat template takes them: content as text, and names of the tools at their results.

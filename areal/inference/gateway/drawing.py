@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -68,14 +69,6 @@ class Drawing(BaseModel):
     TAKEN: ClassVar[frozenset[str]] = frozenset()
     """Further fields that this route reads by itself."""
 
-    def check_fields(self) -> None:
-        """Raise a :class:`RequestError` for a field that cannot be honoured."""
-        for field, value in (self.model_extra or {}).items():
-            if field in IGNORED or field in self.TAKEN or value is None or value in NEUTRAL.get(field, ()):
-                continue
-            neutral = " or ".join(map(repr, NEUTRAL.get(field, ())))
-            raise refused(field, value, f"it cannot be trained on; pass {neutral}" if neutral else "leave it out")
-
     def sampling(self, default: Sampling, *, fixed: bool) -> Sampling:
         """Return the parameters of an answer.
 
@@ -106,3 +99,20 @@ class Drawing(BaseModel):
             return replace(default, **{name: value for name, value in asked.items() if value is not None})
         except ValueError as error:
             raise refused("stop", self.stop, str(error)) from None
+
+
+def check_extra_fields(
+    request: BaseModel, taken: Collection[str] = (), neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> None:
+    """Raise a :class:`RequestError` for a field that cannot be honoured, such as images.
+
+    Args:
+        request: keeps the fields that it does not declare.
+        taken: fields that the route reads in another way.
+        neutral: values of fields that change nothing.
+    """
+    for field, value in (request.model_extra or {}).items():
+        if field in IGNORED or field in taken or value is None or value in neutral.get(field, ()):
+            continue
+        values = " or ".join(map(repr, neutral.get(field, ())))
+        raise refused(field, value, f"it cannot be trained on; pass {values}" if values else "leave it out")

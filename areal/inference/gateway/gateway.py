@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import secrets
-import socket
 from collections import Counter, deque
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Literal
@@ -16,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from areal.chat import Chat, Conversation
 from areal.chat.call_format import Parser
+from areal.inference.embedded_server import EmbeddedServer, listen
 from areal.inference.gateway import replies
 from areal.inference.gateway.chat_request import ChatRequest
-from areal.inference.gateway.drawing import Drawing
+from areal.inference.gateway.drawing import Drawing, check_extra_fields
 from areal.inference.gateway.history import MessageHistory
 from areal.inference.gateway.http_routes import create_gateway_app
 from areal.inference.gateway.request_error import RequestError
@@ -236,7 +236,7 @@ class Gateway:
 
     def generate(self, session: Session, request: TokenRequest) -> Coroutine[Any, Any, dict[str, Any]]:
         """Continue tokens, by vLLM's route. Raises what :meth:`chat` raises."""
-        request.check_fields()
+        check_extra_fields(request, neutral={})
         sampling = self._checked(request.sampling_params, request.model)
         return self._generate(session, request, sampling)
 
@@ -248,7 +248,7 @@ class Gateway:
         if not self._any_model and model is not None and model not in self.models:
             names = ", ".join(map(repr, self.models))
             raise RequestError(404, "model_not_found", f"model = {model!r}: this gateway serves {names}", "model")
-        request.check_fields()
+        check_extra_fields(request, request.TAKEN)
         return request.sampling(self._sampling, fixed=self._fixed)
 
     def _chat(self, request: ChatRequest) -> Chat:
@@ -271,12 +271,11 @@ class Gateway:
 
     async def __aenter__(self) -> Gateway:
         host, port = self._address
-        listener = socket.create_server((host, port), backlog=2048)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener = listen(host, port)
         config = uvicorn.Config(
             create_gateway_app(self), lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
         )
-        server = _Server(config)
+        server = EmbeddedServer(config)
         self._root = f"http://{host}:{listener.getsockname()[1]}"
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
 
@@ -293,11 +292,3 @@ class Gateway:
 
     async def __aexit__(self, *error: Any) -> None:
         await self._at_exit.aclose()
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the process in which it runs."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from areal.inference.protocol import Completion
 from areal.utils.data.sequences import Segment
@@ -23,7 +24,7 @@ class Recorded:
     completion: Completion
     parent: Recorded | None
 
-    @property
+    @cached_property
     def tokens(self) -> tuple[int, ...]:
         """Prompt and answer."""
         return self.prompt + self.completion.tokens
@@ -31,7 +32,11 @@ class Recorded:
     @property
     def chain(self) -> list[Recorded]:
         """All requests of its sequence up to this one, in order."""
-        return [*(self.parent.chain if self.parent else ()), self]
+        chain, last = [self], self
+        while last.parent is not None:
+            last = last.parent
+            chain.append(last)
+        return chain[::-1]
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,6 @@ class Recording:
 
     def __init__(self) -> None:
         self._recorded: list[Recorded] = []
-
-    def __len__(self) -> int:
-        return len(self._recorded)
 
     def add(self, prompt: Sequence[int], completion: Completion) -> None:
         """Record an answer. One without tokens has nothing to learn from, and is left out."""

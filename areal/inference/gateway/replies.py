@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal.chat import ParsedAnswer
+from areal.chat.template import cut
 from areal.inference.protocol import Completion
 
 Decode = Callable[[Sequence[int]], str]
@@ -92,8 +93,7 @@ def text_reply(
     choices = []
     for index, completion in enumerate(completions):
         ended = completion.finish_reason == "stop" and not stop
-        text = decode(completion.tokens)
-        text = text[: min((text.index(end) for end in stop if end in text), default=len(text))]
+        text = cut(decode(completion.tokens), stop)
         choice: dict[str, Any] = {
             "index": index,
             "text": text,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from areal.inference.gateway.history import MessageHistory
 from areal.inference.gateway.recording import Recording, SampledSequence
 from areal.inference.gateway.request_error import RequestError
 from areal.inference.protocol import Completion, RolloutClient, Sampling
+from areal.inference.together import gather_or_cancel
 
 R = TypeVar("R")
 
@@ -40,6 +41,11 @@ class Session:
     def sequences(self) -> list[SampledSequence]:
         """Return what was sampled: see :class:`~areal.inference.gateway.recording.Recording`."""
         return self._recording.sequences()
+
+    def stats(self, sampled: Sequence[SampledSequence]) -> dict[str, float]:
+        """Return numbers to log with the sequences of :meth:`sequences`: ``requests``, ``refused`` requests, and ``sequences``."""
+        requests = self.counts["requests"]
+        return {"requests": requests, "refused": self.counts.total() - requests, "sequences": len(sampled)}
 
     @property
     def ended(self) -> bool:
@@ -88,9 +94,10 @@ class Session:
         """
         asked = [prompt for prompt in prompts for _ in range(n)]
         seeds = [sampling.seed if sampling.seed is None else sampling.seed + number for number in range(len(asked))]
-        completions = await self._unless_ended(
-            _all(self._client.generate(p, replace(sampling, seed=seed)) for p, seed in zip(asked, seeds, strict=True))
+        requests = (
+            self._client.generate(p, replace(sampling, seed=seed)) for p, seed in zip(asked, seeds, strict=True)
         )
+        completions = await self._unless_ended(gather_or_cancel(requests))
         for prompt, completion in zip(asked, completions, strict=True):
             known = completion if completion.sampling is not None else replace(completion, sampling=sampling)
             self._recording.add(prompt, known)
@@ -117,25 +124,14 @@ class Session:
         try:
             return await task
         except asyncio.CancelledError:
-            if self._ended is None:
-                raise
-            self.check_open()
+            if self._ended is not None:
+                self.check_open()
             raise
         except ValueError as error:
             raise _refused_prompt(str(error)) from None
         finally:
             task.cancel()
             self._running.discard(task)
-
-
-async def _all(requests: Iterable[Awaitable[Completion]]) -> list[Completion]:
-    """Return the answers of concurrent requests. One that fails cancels the others."""
-    tasks = [asyncio.ensure_future(request) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _refused_prompt(text: str) -> RequestError:

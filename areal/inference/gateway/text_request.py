@@ -7,13 +7,13 @@ vLLM 0.32.0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from areal.inference.gateway.chat_request import StreamOptions
-from areal.inference.gateway.drawing import IGNORED, Drawing
-from areal.inference.gateway.request_error import refused
+from areal.inference.gateway.drawing import Drawing
 from areal.inference.protocol import Sampling
 
 
@@ -34,8 +34,7 @@ class TextRequest(Drawing):
 
     def sampling(self, default: Sampling, *, fixed: bool) -> Sampling:
         """See :meth:`Drawing.sampling`."""
-        found = Drawing.sampling(self, default, fixed=fixed)
-        return Sampling(**{**vars(found), "top_logprobs": self.logprobs or 0})
+        return replace(super().sampling(default, fixed=fixed), top_logprobs=self.logprobs or 0)
 
 
 class TokenDrawing(Drawing):
@@ -53,10 +52,3 @@ class TokenRequest(BaseModel):
     token_ids: list[int] = Field(min_length=1)
     stream: Literal[False] | None = None
     sampling_params: TokenDrawing = Field(default_factory=TokenDrawing)
-
-    def check_fields(self) -> None:
-        """Raise a :class:`~areal.inference.gateway.request_error.RequestError` for a field that cannot be honoured, such as images."""
-        for field, value in (self.model_extra or {}).items():
-            if value is not None and field not in IGNORED:
-                raise refused(field, value, "leave it out")
-        self.sampling_params.check_fields()

@@ -158,10 +158,9 @@ def _checked(config: vf.EnvConfig | Mapping[str, Any], mark: str) -> vf.EnvConfi
 def _sequences(trace: vf.Trace, session: Session) -> list[Sequence]:
     """Return what was sampled in the session of a trace, with its reward."""
     sampled = session.sequences()
-    requests = session.counts["requests"]
     named = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     named |= {name: value for name, value in trace.metrics.items() if value is not None}
-    stats = {**named, "requests": requests, "refused": session.counts.total() - requests, "sequences": len(sampled)}
+    stats = {**named, **session.stats(sampled)}
     return [
         Sequence(each.segments, trace.reward, truncated=each.truncated or trace.is_truncated, stats=dict(stats))
         for each in sampled

@@ -23,7 +23,7 @@ from areal.tests.unit.chat.agents import answer_of, calculator
 from areal.tests.unit.chat.chat_models import write_chat_model
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
 from areal.trainer.losses import sft_objective
-from areal.utils.data.sequences import from_segments, where_trained
+from areal.utils.data.sequences import Segment, from_segments, where_trained
 
 Program = Callable[[str, str], Awaitable[str]]
 """An agent: from its base URL and a question to its answer."""
@@ -82,22 +82,30 @@ class Pupil:
     rollout: LocalRollout
 
     @classmethod
+    def untaught(cls, folder: str, steps: int = 1) -> Pupil:
+        """Return an engine for a number of steps, and a rollout, both with the weights in ``folder``."""
+        config = TrainEngineConfig(path=folder, backend="fsdp:d1", dtype="float32", optimizer=OptimizerConfig(lr=3e-3))
+        engine = create_engine(config)
+        engine.initialize(FinetuneSpec(total_train_steps=steps))
+        model = Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+        return cls(engine, LocalRollout(model, max_context=CONTEXT, max_requests=16))
+
+    @classmethod
     def taught(cls, path: Path, program: Program, steps: int = 240) -> Pupil:
         """Train a model on what the oracle says to a program, until it does the same."""
         folder, _ = write_chat_model(path, width=64)
         lessons = asyncio.run(sampled(Oracle(), program))
-        samples = [from_segments(each.segments) for _, sequences in lessons for each in sequences]
-        config = TrainEngineConfig(path=folder, backend="fsdp:d1", dtype="float32", optimizer=OptimizerConfig(lr=3e-3))
-        engine = create_engine(config)
-        engine.initialize(FinetuneSpec(total_train_steps=steps))
+        pupil = cls.untaught(folder, steps)
+        pupil.learn([each.segments for _, sequences in lessons for each in sequences], steps)
+        return pupil
+
+    def learn(self, lessons: Sequence[Sequence[Segment]], steps: int) -> None:
+        """Train on sequences, and give the weights to the rollout as version 1."""
+        samples = [from_segments(each) for each in lessons]
+        batch = [{name: sample[name] for name in ("input_ids", "loss_mask")} for sample in samples]
         for _ in range(steps):
-            engine.train_batch(
-                [{"input_ids": s["input_ids"], "loss_mask": s["loss_mask"]} for s in samples], sft_objective()
-            )
-        model = Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-        rollout = LocalRollout(model, max_context=CONTEXT, max_requests=16)
-        rollout.update(engine.named_tensors(), 1)
-        return cls(engine, rollout)
+            self.engine.train_batch(batch, sft_objective())
+        self.rollout.update(self.engine.named_tensors(), 1)
 
     def error(self, sequences: Sequence[SampledSequence]) -> float:
         """Return the largest difference between log-probs of the trainer and of the rollout, over all sampled tokens, in nats."""

@@ -7,28 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import verifiers.v1 as vf
 from renderers import Qwen3RendererConfig
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal import FinetuneSpec, OptimizerConfig, TrainEngineConfig, create_engine
 from areal.chat import Chat, ToolCall
-from areal.inference import LocalRollout, Sampling
+from areal.inference import Sampling
 from areal.inference.gateway import Gateway
 from areal.inference.protocol import Completion
 from areal.integrations.verifiers import VerifiersEpisode
 from areal.tests.agents.pupil import Pupil
 from areal.tests.unit.chat import templates
 from areal.tests.unit.chat.agents import answer_of, calculator
+from areal.tests.unit.chat.chat_models import write_chat_model
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
-from areal.trainer.losses import sft_objective
 from areal.trainer.rollout import Plan, Runner
 from areal.trainer.rollout.plan import Group
-from areal.utils.data.sequences import from_segments
 
-CONTEXT = 2048
-"""Context length."""
 _QWEN = ("<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _RESULT = re.compile(r"(?:<\|im_start\|>tool\n|<tool_response>\n)(\d+)")
 
@@ -102,41 +96,18 @@ def play(
 
 def write_model(folder: Path) -> None:
     """Write a Qwen3 of two layers and its tokenizer."""
-    torch.manual_seed(0)
-    made = tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(made),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    made.save_pretrained(folder)
+    write_chat_model(folder, tokenizer(), width=64)
 
 
 def untaught(folder: Path, steps: int = 1) -> Pupil:
     """Return an engine for a number of steps, and a rollout, both with the weights in ``folder``."""
-    optimizer = OptimizerConfig(lr=3e-3)
-    config = TrainEngineConfig(path=str(folder), backend="fsdp:d1", dtype="float32", optimizer=optimizer)
-    engine = create_engine(config)
-    engine.initialize(FinetuneSpec(total_train_steps=steps))
-    model = Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-    return Pupil(engine, LocalRollout(model, max_context=CONTEXT, max_requests=16))
+    return Pupil.untaught(str(folder), steps)
 
 
 def taught(folder: Path, harness: str, client: vf.ClientConfig | None = None, steps: int = 300) -> Pupil:
     """Train a model on what the oracle says to a harness. ``folder`` has the model."""
     lessons = [each for group in play(Oracle(harness), episode(harness, client)) for each in group.sequences]
     assert [each.reward for each in lessons] == [1.0] * 3
-    samples = [from_segments(each.segments) for each in lessons]
-    batch = [{name: sample[name] for name in ("input_ids", "loss_mask")} for sample in samples]
     pupil = untaught(folder, steps)
-    for _ in range(steps):
-        pupil.engine.train_batch(batch, sft_objective())
-    pupil.rollout.update(pupil.engine.named_tensors(), 1)
+    pupil.learn([each.segments for each in lessons], steps)
     return pupil

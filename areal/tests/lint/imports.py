@@ -35,7 +35,7 @@ HOMES: dict[str, str | tuple[str, ...] | None] = {
     "ray": "dispatch/ray",
     "fastapi": ("tinker/api", "inference/gateway"),
     "starlette": ("tinker/api", "inference/gateway"),
-    "uvicorn": ("cli", "inference/gateway"),
+    "uvicorn": ("cli", "inference/embedded_server.py", "inference/gateway"),
     "sqlalchemy": "tinker/service",
     "alembic": "tinker/service",
     "google": "tinker/api",

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal.inference.together import gather_or_cancel
 from areal.tinker.backends.backend import SamplingBackend
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingResult
-from areal.tinker.backends.sampling.sampler_config import gather_or_cancel
 from areal.tinker.service.params import check_sampling
 from areal.tinker.service.requests import Sample
 from areal.tinker.service.settings import ServiceLimits

@@ -57,12 +57,7 @@ class AgentEpisode:
         if not sampled:
             raise ValueError(f"the agent had no answer from its base_url; requests: {dict(session.counts) or 'none'}")
         reward = await self._rewards(item, result)
-        requests = session.counts["requests"]
-        stats = {
-            "requests": requests,
-            "refused": session.counts.total() - requests,
-            "sequences": len(sampled),
-        }
+        stats = session.stats(sampled)
         return [Sequence(each.segments, reward, truncated=each.truncated, stats=dict(stats)) for each in sampled]
 
     def close(self) -> None:

@@ -12,17 +12,20 @@ from areal.tests.unit.chat import templates
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
 
 
-def chat_model(seed: int = 0, *, width: int = 32, spread: float = 0.02) -> Qwen3ForCausalLM:
-    """Return a Qwen3 of two layers with random weights, for the tokenizer with the template ``CHATML``.
+def chat_model(
+    seed: int = 0, *, width: int = 32, spread: float = 0.02, vocabulary: int | None = None
+) -> Qwen3ForCausalLM:
+    """Return a Qwen3 of two layers with random weights.
 
     Args:
         seed: of the weights.
         width: of hidden states.
         spread: standard deviation of the weights.
+        vocabulary: number of tokens; by default, of the tokenizer with the template ``CHATML``.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(chat_tokenizer(templates.CHATML)),
+        vocab_size=vocabulary or len(chat_tokenizer(templates.CHATML)),
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=2,
@@ -36,9 +39,9 @@ def chat_model(seed: int = 0, *, width: int = 32, spread: float = 0.02) -> Qwen3
     return Qwen3ForCausalLM(config).eval()
 
 
-def write_chat_model(path: Path, **options: Any) -> tuple[str, Any]:
-    """Write a model and its tokenizer. Returns their folder and the tokenizer."""
-    tokens = chat_tokenizer(templates.CHATML)
-    chat_model(**options).save_pretrained(path)
+def write_chat_model(path: Path, tokens: Any = None, **options: Any) -> tuple[str, Any]:
+    """Write a model and its tokenizer, by default that with the template ``CHATML``. Returns their folder and the tokenizer."""
+    tokens = tokens or chat_tokenizer(templates.CHATML)
+    chat_model(vocabulary=len(tokens), **options).save_pretrained(path)
     tokens.save_pretrained(path)
     return str(path), tokens

@@ -17,6 +17,7 @@ from areal.engine.model.hub import max_positions
 from areal.inference.local.prompt_logprobs import PromptLogprobs
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import Completion, Sampling, TopTokens
+from areal.inference.together import gather_or_cancel
 from areal.tinker.backends.backend import ModelLimits, SamplingFactory
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult, TopLogprobs
@@ -24,7 +25,6 @@ from areal.tinker.backends.sampling.sampler_config import (
     LocalSamplerConfig,
     check_adapter_base,
     checked_sampling,
-    gather_or_cancel,
     with_seeds,
 )
 

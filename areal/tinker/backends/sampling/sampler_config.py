@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -195,14 +194,3 @@ def with_seeds(sampling: Sampling, request: SamplingRequest) -> list[Sampling]:
     seed = request.seed
     seeds = [None if seed is None else mixed(seed, index) for index in range(request.num_samples)]
     return [Sampling(**{**fields, "seed": each}) for each in seeds]
-
-
-async def gather_or_cancel(work: Sequence[Any]) -> list[Any]:
-    """Await coroutines together. After an error or a cancellation, all are cancelled and awaited."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

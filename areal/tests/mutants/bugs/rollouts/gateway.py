@@ -51,12 +51,12 @@ def edited_answer_taken_for_the_sampled_one(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.gateway.drawing:Drawing.check_fields",
+    "areal.inference.gateway.drawing:check_extra_fields",
     GATEWAY.format("request_that_cannot_be_honoured_is_refused_by_name[2]"),
 )
 def unknown_fields_ignored(right: Function) -> Function:
     """Fields that change the distribution are ignored."""
-    return lambda self: None
+    return lambda *_, **__: None
 
 
 @mutant(

@@ -76,4 +76,4 @@ def test_answers_without_tokens_are_left_out_and_limits_are_kept() -> None:
     recording.add([2], answer(3, ended="length"))
     (sampled,) = recording.sequences()
     assert sampled.truncated
-    assert len(recording) == 1
+    assert len(recording.sequences()) == 1

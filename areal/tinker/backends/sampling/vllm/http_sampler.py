@@ -19,13 +19,13 @@ from transformers import AutoConfig
 from areal.inference.http.server_connection import StatusError
 from areal.inference.http.servers.vllm_schemas import VLLMChoice
 from areal.inference.protocol import Sampling
+from areal.inference.together import gather_or_cancel
 from areal.tinker.backends.backend import ModelLimits, SamplingFactory
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest, SamplingResult
 from areal.tinker.backends.sampling.sampler_config import (
     VLLMSamplerConfig,
     checked_sampling,
-    gather_or_cancel,
     with_seeds,
 )
 from areal.tinker.backends.sampling.vllm.completions import (
