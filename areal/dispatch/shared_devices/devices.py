@@ -219,13 +219,9 @@ class SharedDevices:
             ended: uses that have ended, by name.
 
         Returns:
-            The names of engines that are lost.
-
-        Raises:
-            WorkerLostError: a process has been lost since. It is raised once: later calls only say that the engine cannot be used.
+            The names of engines that are lost. Their next call raises; others go on.
         """
         lost: list[str] = []
-        noticed: list[WorkerLostError] = []
         for name in sorted(ended.keys() & self._rollouts.keys()):
             awake, part = not self._rollouts[name].asleep, Part(name, Kind.ROLLOUT)
             differs = self.placement.observe(part, self.placement.sizes(part), existing=True, on_device=awake)
@@ -236,9 +232,8 @@ class SharedDevices:
             shared = self._engines[name]
             try:
                 reports = shared.engine.memory()
-            except RuntimeError as error:
+            except RuntimeError:
                 lost.append(name)
-                noticed += [error] if isinstance(error, WorkerLostError) else []
                 self.placement.forget(name)
                 continue
             self.placement.observe_fixed(name, _fixed(shared.devices, reports))
@@ -248,8 +243,6 @@ class SharedDevices:
                 differs = self.placement.observe(part, sizes, existing=measured.existing, on_device=measured.on_device)
                 if differs and not OPEN & set(ended[name]):
                     logger.warning("%s of %s: not where it was planned: %s", kind.value, name, measured)
-        if noticed:
-            raise noticed[0]
         return lost
 
 
