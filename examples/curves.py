@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class Curves:
-    """A :class:`~areal.trainer.monitoring.Tracker` that keeps the values of all steps.
+    """A :class:`~areal.trainer.trackers.Tracker` that keeps the values of all steps.
 
     Attributes:
         values: name -> value of each step; NaN for steps without the name.

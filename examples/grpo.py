@@ -43,10 +43,10 @@ from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import GroupRelative, Sample
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import MismatchCorrection, grpo_objective
-from areal.trainer.monitoring import Tracker, Trackers
 from areal.trainer.ppo import PPOTrainer
 from areal.trainer.rollout import Runner, SingleTurn
-from areal.trainer.tensorboard import TensorBoard
+from areal.trainer.trackers import Tracker, Trackers
+from areal.trainer.trackers.tensorboard import TensorBoard
 from areal.utils.distributed import init_default_group
 
 

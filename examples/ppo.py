@@ -16,9 +16,9 @@ from rl_settings import RLConfig
 
 from areal.trainer.estimators import CriticBased
 from areal.trainer.losses import PPOClip, policy_objective, value_objective
-from areal.trainer.monitoring import Tracker
 from areal.trainer.ppo import Critic, PPOTrainer
 from areal.trainer.rollout import Runner
+from areal.trainer.trackers import Tracker
 
 
 class CriticRun(Run):

@@ -12,7 +12,7 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        function: ``module:function``. The function takes the options, and returns the exit code.
+        function: ``module:function``. The function takes the options, and returns the exit code. That of a recipe takes its name first.
         summary: line of the help.
         install: what to install where a module is missing.
     """
@@ -28,6 +28,16 @@ COMMANDS = {
         "check this environment, and train one step on two ranks against one",
         "areal",
     ),
+    **{
+        name: Command("areal.cli.run_recipe:run_recipe", summary, "areal[recipes]")
+        for name, summary in (
+            ("sft", "fine-tune a model on conversations"),
+            ("dpo", "train a model on pairs of answers"),
+            ("rm", "train a reward model on pairs of answers"),
+            ("grpo", "reinforcement learning with a reward of yours"),
+            ("ppo", "reinforcement learning with a critic"),
+        )
+    },
     "serve": Command("areal.cli.serve:run_serve", "serve a model to clients of the tinker SDK", "areal[tinker]"),
     "untie": Command(
         "areal.cli.untie:run_untie", "copy a model so that an adapter of its output head can be merged", "areal"
@@ -56,4 +66,5 @@ def main() -> None:
         if error.name is None or error.name.split(".")[0] == "areal":
             raise
         sys.exit(f"areal {given.command}: {error.name} is not installed: pip install '{command.install}'")
-    sys.exit(getattr(module, function)(given.options))
+    run = getattr(module, function)
+    sys.exit(run(given.command, given.options) if function == "run_recipe" else run(given.options))

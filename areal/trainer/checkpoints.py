@@ -19,18 +19,28 @@ class Checkpoints:
         every: steps between checkpoints; 0 writes none.
         keep_last: number of checkpoints to keep. With several engines, one more is kept, so that a common step always exists.
         asynchronous: continue training while a checkpoint is written.
+        stateful: further state of the run, saved and loaded with each checkpoint.
 
     Raises:
         ValueError: a number is out of range.
     """
 
-    def __init__(self, folder: str | Path, *, every: int, keep_last: int = 1, asynchronous: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every: int,
+        keep_last: int = 1,
+        asynchronous: bool = False,
+        stateful: Mapping[str, Stateful] | None = None,
+    ) -> None:
         if every < 0 or keep_last < 1:
             raise ValueError(f"every = {every}, keep_last = {keep_last}: every is at least 0, and keep_last at least 1")
         self.folder = Path(folder)
         self._every = every
         self._keep_last = keep_last
         self._asynchronous = asynchronous
+        self._stateful = stateful or {}
 
     def save_if_due(self, engines: Engines, step: int, stateful: Mapping[str, Stateful]) -> bool:
         """Save if ``step`` is a multiple of ``every``. Collective.
@@ -45,9 +55,13 @@ class Checkpoints:
         """
         due = self._every > 0 and step % self._every == 0
         if due:
-            for name, engine in engines.items():
-                engine.save(self._meta(name, engines, step, stateful))
+            self.save(engines, step, stateful)
         return due
+
+    def save(self, engines: Engines, step: int, stateful: Mapping[str, Stateful]) -> None:
+        """Save a checkpoint, whether one is due or not. Collective. Arguments as for :meth:`save_if_due`."""
+        for name, engine in engines.items():
+            engine.save(self._meta(name, engines, step, stateful))
 
     def resume(self, engines: Engines, stateful: Mapping[str, Stateful]) -> int | None:
         """Load the newest checkpoint that all engines have, on the same or another layout. Collective.
@@ -76,7 +90,7 @@ class Checkpoints:
             self.folder / name / f"step-{step:06d}",
             weight_format="dcp",
             # The run's state is saved once, with the last engine.
-            stateful=dict(stateful) if name == list(engines)[-1] else {},
+            stateful={**stateful, **self._stateful} if name == list(engines)[-1] else {},
             keep_last=self._keep_last + (len(engines) > 1),
             asynchronous=self._asynchronous,
         )

@@ -199,6 +199,7 @@ class CriticBased:
         bootstrap_truncated: use the critic's value at the last position as the value after a truncated sequence, as if it continued. For
             intermediate rewards. An outcome reward has judged the truncated answer, so that nothing follows it.
         whiten: normalise the advantages of the global batch to mean 0 and standard deviation 1.
+        shape: reward shaping, as in :class:`GroupRelative`.
     """
 
     gamma: float = 1.0
@@ -206,6 +207,7 @@ class CriticBased:
     kl_coef: float = 0.0
     bootstrap_truncated: bool = False
     whiten: bool = True
+    shape: Shape | None = None
 
     def __call__(self, samples: list[Sample], sum_over_ranks: SumOverRanks) -> list[Sample]:
         estimate = self._estimate(samples) if samples else None
@@ -227,7 +229,7 @@ class CriticBased:
         mask, cu_seqlens = join([sample["loss_mask"] for sample in samples])
         values, _ = join([sample["old_values"] for sample in samples])
         # The outcome's reward at the last action, minus a KL penalty at each.
-        rewards = _token_rewards(_shaped_rewards(samples, None), samples, mask, cu_seqlens, self.kl_coef)
+        rewards = _token_rewards(_shaped_rewards(samples, self.shape), samples, mask, cu_seqlens, self.kl_coef)
         # The value after the last action: 0 where the sequence ended.
         bootstrap = None
         if self.bootstrap_truncated:

@@ -1,15 +1,13 @@
-"""Monitoring of a run: trackers of scalars, the scalars of a step, wall times, and a profile of one step."""
+"""Monitoring of a run: the scalars of a step, wall times, and a profile of one step."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from areal.api import Metric, Reduction, StepOutput, TrainEngine
 
@@ -18,59 +16,6 @@ PROFILED_STEP = 2
 
 
 _REDUCE: dict[Reduction, Callable[[list[float]], float]] = {"mean": fmean, "sum": sum, "min": min, "max": max}
-
-
-# ---- trackers
-
-
-class Tracker(Protocol):
-    """Destination of scalars. An adapter for another service implements these two methods."""
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the scalars of one step."""
-
-    def close(self) -> None:
-        """Write remaining scalars and release resources."""
-
-
-class ConsoleTracker:
-    """Print one line per step to stderr.
-
-    Args:
-        names: scalars to print, in this order. Scalars that a step lacks are left out.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Print the selected scalars of one step."""
-        printed = "  ".join(f"{name} {scalars[name]:.4g}" for name in self._names if name in scalars)
-        print(f"step {step}  {printed}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Do nothing: every line is flushed."""
-
-
-class Trackers:
-    """Several trackers as one.
-
-    Args:
-        trackers: each gets every step. Pass an empty list on all ranks but one.
-    """
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = tuple(trackers)
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the scalars of one step with each tracker."""
-        for tracker in self._trackers:
-            tracker.log(step, scalars)
-
-    def close(self) -> None:
-        """Close each tracker."""
-        for tracker in self._trackers:
-            tracker.close()
 
 
 # ---- scalars

@@ -10,11 +10,11 @@ from typing import Any, TypedDict
 
 import torch
 
-from areal.api import Finished, Metric, Pending, SaveLoadMeta, TrainEngine
+from areal.api import Finished, Metric, Pending, SaveLoadMeta, Stateful, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import Estimator, GroupRelative, Sample, check_estimator, group_tokens
 from areal.trainer.losses import Objective
-from areal.trainer.monitoring import StepProfile, StepTimer, Tracker, Trackers, reduce_metrics, step_metrics
+from areal.trainer.monitoring import StepProfile, StepTimer, reduce_metrics, step_metrics
 from areal.trainer.reference import check_reference, check_same_shards, start_reference
 from areal.trainer.rollout.exchange import RolloutExchange, set_runner_state
 from areal.trainer.rollout.plan import Group
@@ -22,9 +22,13 @@ from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sampling_check import SamplingCheck
 from areal.trainer.rollout.weights_check import WeightsCheck
+from areal.trainer.trackers import Tracker, Trackers
 from areal.utils.seeding import mixed
 
 logger = logging.getLogger(__name__)
+
+Inspect = Callable[[int, list[Sample]], object]
+"""Looks at the scored samples of this rank before the updates of a step. Gets the number of the step, from 1."""
 
 Sync = Callable[[TrainEngine, int], object]
 """Sends weights, with their version, to the rollout engine; ``transport.send`` is one. Collective."""
@@ -96,6 +100,7 @@ class PPOOptions(TypedDict, total=False):
     tracker: Tracker | None
     checkpoints: Checkpoints | None
     profile: str | Path | None
+    inspect: Inspect | None
 
 
 class PPOTrainer:
@@ -117,6 +122,7 @@ class PPOTrainer:
         tracker: receives scalars after each step.
         checkpoints: schedule and directory of checkpoints.
         profile: directory for a profile of the second step's updates, with the policy's phases.
+        inspect: called with the scored samples of each batch, such as to write some to a file.
 
     Attributes:
         step: number of batches trained on.
@@ -140,6 +146,7 @@ class PPOTrainer:
         tracker: Tracker | None = None,
         checkpoints: Checkpoints | None = None,
         profile: str | Path | None = None,
+        inspect: Inspect | None = None,
     ) -> None:
         # All engines take the same samples on this rank.
         if critic is not None:
@@ -163,6 +170,7 @@ class PPOTrainer:
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
         self._profile = StepProfile(profile)
+        self._inspect = inspect
         self._warns = engine.is_main and engine.dp_rank == 0  # one rank speaks for all
         self._check_sampling = SamplingCheck(
             engine.config,
@@ -191,7 +199,7 @@ class PPOTrainer:
             scalars = self.take_step()
             self._tracker.log(self.step, scalars)
             if self._checkpoints is not None:
-                self._checkpoints.save_if_due(self._engines(), self.step, {"trainer": self})
+                self._checkpoints.save_if_due(self.engines(), self.step, self._stateful())
             if after_step is not None and after_step(scalars) is False:
                 return
 
@@ -219,6 +227,8 @@ class PPOTrainer:
         if self.updates.recompute_logprobs:
             scalars |= disagreement(samples, self.engine.global_sum)
             self._check_rollout_weights(scalars)
+        if self._inspect is not None:
+            self._inspect(self.step + 1, samples)
         timer.lap("score")
         # 3. Optimizer steps.
         with self._profile.step(self.engine):
@@ -327,15 +337,29 @@ class PPOTrainer:
         """
         found = None
         if self._checkpoints is not None:
-            found = self._checkpoints.resume(self._engines(), {"trainer": self})
+            found = self._checkpoints.resume(self.engines(), self._stateful())
         if found is None and self._synced is not None and self.engine.version == self._first_version:
             self.load_state_dict({"step": 0, "runner": [Runner.NOTHING_PLAYED] * self.runner.size})
         # A transfer of weights may have been interrupted, which a comparison of versions would not show.
         self._synced = None
         return self.step
 
-    def _engines(self) -> dict[str, TrainEngine]:
-        """Return the engines to save. The policy is last: the run's state is saved with the last one."""
+    def save(self) -> None:
+        """Save a checkpoint now. Collective.
+
+        Raises:
+            RuntimeError: the trainer has no ``checkpoints``.
+        """
+        if self._checkpoints is None:
+            raise RuntimeError("checkpoints = None: pass a Checkpoints to the trainer")
+        self._checkpoints.save(self.engines(), self.step, self._stateful())
+
+    def _stateful(self) -> dict[str, Stateful]:
+        """Return the state of the run besides the engines."""
+        return {"trainer": self}
+
+    def engines(self) -> dict[str, TrainEngine]:
+        """Return the engines by the names of their checkpoints. The policy is last: the run's state is saved with the last one."""
         return ({"critic": self.critic.engine} if self.critic is not None else {}) | {"policy": self.engine}
 
     def state_dict(self) -> dict[str, Any]:

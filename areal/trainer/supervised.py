@@ -9,7 +9,8 @@ from typing import Any, TypedDict, Unpack
 from areal.api import Stateful, StepOutput, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.losses import Objective, sft_objective
-from areal.trainer.monitoring import StepProfile, Tracker, Trackers, step_scalars
+from areal.trainer.monitoring import StepProfile, step_scalars
+from areal.trainer.trackers import Tracker, Trackers
 from areal.utils.data import ShardedLoader, where_trained
 
 Prepare = Callable[[Any], list[dict[str, Any]]]
@@ -38,6 +39,7 @@ class SupervisedTrainer:
 
     Attributes:
         step: number of optimizer steps taken.
+        prepare: converts an item of the loader to samples.
 
     Raises:
         ValueError: ``loader`` has no state.
@@ -63,7 +65,7 @@ class SupervisedTrainer:
         self.objective = objective
         self.step = 0
         self._loader, self._first_position = loader, loader.state_dict()
-        self._prepare = prepare
+        self.prepare = prepare
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
         self._profile = StepProfile(profile)
@@ -78,7 +80,7 @@ class SupervisedTrainer:
         """
         found = None
         if self._checkpoints is not None:
-            found = self._checkpoints.resume({"model": self.engine}, {"loader": self._loader})
+            found = self._checkpoints.resume(self.engines(), self._stateful())
         if found is None:
             self._loader.load_state_dict(self._first_position)
         self.step = found or 0
@@ -94,7 +96,7 @@ class SupervisedTrainer:
         while self.step < steps:
             # One epoch; the loader continues in its middle after a resume.
             for batch in self._loader:
-                output = self._take_step(self._prepare(batch))
+                output = self._take_step(self.prepare(batch))
                 stop = after_step is not None and after_step(output) is False
                 if stop or self.step == steps:
                     return
@@ -106,8 +108,26 @@ class SupervisedTrainer:
         self.step += 1
         self._tracker.log(self.step, step_scalars("train", output))
         if self._checkpoints is not None:
-            self._checkpoints.save_if_due({"model": self.engine}, self.step, {"loader": self._loader})
+            self._checkpoints.save_if_due(self.engines(), self.step, self._stateful())
         return output
+
+    def save(self) -> None:
+        """Save a checkpoint now. Collective.
+
+        Raises:
+            RuntimeError: the trainer has no ``checkpoints``.
+        """
+        if self._checkpoints is None:
+            raise RuntimeError("checkpoints = None: pass a Checkpoints to the trainer")
+        self._checkpoints.save(self.engines(), self.step, self._stateful())
+
+    def engines(self) -> dict[str, TrainEngine]:
+        """Return the engines by the names of their checkpoints."""
+        return {"model": self.engine}
+
+    def _stateful(self) -> dict[str, Stateful]:
+        """Return the state of the run besides the engine."""
+        return {"loader": self._loader}
 
     def evaluate(self, samples: list[dict[str, Any]]) -> StepOutput:
         """Return the objective on this data-parallel rank's samples, without training. Collective."""

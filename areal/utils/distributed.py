@@ -52,6 +52,11 @@ TORCHRUN_VARIABLES = frozenset(
 """Environment variables that :func:`enter_world` sets."""
 
 
+def is_rank() -> bool:
+    """Return whether this process was started as a rank, such as by torchrun."""
+    return "WORLD_SIZE" in os.environ
+
+
 def init_default_group() -> None:
     """Start the default process group, unless it runs: from torchrun's variables, or else with this process alone.
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal.tests.unit.project.example_tokenizer import EXAMPLES, character_tokenizer
+from areal.tests.harness.recipes.character_tokenizer import EXAMPLES, character_tokenizer
 
 pytestmark = [
     pytest.mark.timeout(580),

@@ -16,6 +16,7 @@ ENVIRONMENT_READERS = (
     "utils/platform.py",
     "cli/doctor/ranks.py",
     "inference/gateway/agent_program.py",
+    "recipes/record/run_record.py",
 )
 
 

@@ -22,8 +22,9 @@ LAYERS = {
     "dispatch": 4,
     "trainer": 5,
     "tinker": 5,
-    "cli": 6,
-    "integrations": 6,
+    "recipes": 6,
+    "cli": 7,
+    "integrations": 7,
 }
 HOMES: dict[str, str | tuple[str, ...] | None] = {
     "megatron": "engine/megatron",
@@ -51,7 +52,11 @@ HOMES: dict[str, str | tuple[str, ...] | None] = {
     "verl": "integrations/verl",
     "skyrl": "integrations/skyrl",
     "verifiers": "integrations/verifiers",
-    "matplotlib": None,
+    "matplotlib": "recipes/record/curves.py",
+    "datasets": "recipes/data/saved_datasets.py",
+    "tomli_w": "recipes/record/run_record.py",
+    "wandb": "trainer/trackers/wandb.py",
+    "mlflow": "trainer/trackers/mlflow.py",
 }
 """Optional dependencies, each with the folder or file that may import it; ``None`` for those of examples and tests."""
 

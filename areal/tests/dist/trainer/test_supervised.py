@@ -14,9 +14,9 @@ from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness import tiny
 from areal.tests.harness.rl import Curve
 from areal.trainer.checkpoints import Checkpoints
-from areal.trainer.monitoring import ConsoleTracker
 from areal.trainer.preference import Pair, dpo_trainer, reward_trainer
 from areal.trainer.supervised import SupervisedTrainer, sft_trainer
+from areal.trainer.trackers import ConsoleTracker
 from areal.utils.data import sharded_loader
 
 PAIRS = MicroBatchSpec(max_tokens_per_mb=96, granularity=2)

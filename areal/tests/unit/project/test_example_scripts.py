@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.unit.project.example_tokenizer import EXAMPLES, character_tokenizer
+from areal.tests.harness.recipes.character_tokenizer import EXAMPLES, character_tokenizer
 
 PAIRS = ("--steps", "12", "--batch-size", "16", "--eval-size", "32")
 ROLLOUTS = (

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from areal.tests.unit.project.example_tokenizer import CLOSE, EXAMPLES, OPEN, UNKNOWN, character_tokenizer
+from areal.tests.harness.recipes.character_tokenizer import CLOSE, EXAMPLES, OPEN, UNKNOWN, character_tokenizer
 
 NAMES = ("chat", "checks", "curves", "history", "preferences", "significance", "tasks")
 

@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """A :class:`~areal.trainer.monitoring.Tracker` that writes event files.
+    """A :class:`~areal.trainer.trackers.Tracker` that writes event files.
 
     Args:
         folder: output directory.

@@ -1,0 +1,168 @@
+"""`areal sft|dpo|rm|grpo|ppo CONFIG.toml key=value ...`: a run from a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from areal.api.config_sections import StrictConfig
+from areal.engine.options import engine_config, process_dims
+from areal.engine.registry import engine_class
+from areal.recipes import (
+    DPOConfig,
+    DPORun,
+    GRPOConfig,
+    GRPORun,
+    PPOConfig,
+    PPORun,
+    RewardModelConfig,
+    RewardModelRun,
+    Run,
+    SFTConfig,
+    SFTRun,
+)
+from areal.recipes.config import RunConfig
+from areal.recipes.describe import description
+from areal.utils.distributed import is_rank
+
+_RECIPES: dict[str, tuple[type[RunConfig], Callable[[Any], Run[Any]]]] = {
+    "sft": (SFTConfig, SFTRun),
+    "dpo": (DPOConfig, DPORun),
+    "rm": (RewardModelConfig, RewardModelRun),
+    "grpo": (GRPOConfig, GRPORun),
+    "ppo": (PPOConfig, PPORun),
+}
+_FLAGS: dict[str, dict[str, Any]] = {"--resume": {"resume": True}, "--ray": {"workers": "ray"}}
+_USAGE = """usage: areal {name} [CONFIG.toml] [key=value ...] [--dry-run] [--resume] [--ray]
+
+A key names a setting of the file, such as lr=1e-6 or engine.activation_checkpointing=full, and replaces it.
+Without torchrun, the processes of the layout are started on this machine.
+
+  --dry-run  check everything, print the settings, memory and the first row as the model sees it; train nothing
+  --resume   continue from the newest checkpoint in the output directory
+  --ray      start the processes in Ray
+
+settings:
+{settings}"""
+
+
+def run_recipe(name: str, options: Sequence[str]) -> int:
+    """Run a recipe with the options of the command line. Returns the exit code.
+
+    Args:
+        name: ``sft``, ``dpo``, ``rm``, ``grpo`` or ``ppo``.
+        options: options behind the name.
+    """
+    config_class, run_class = _RECIPES[name]
+    if "--help" in options or "-h" in options or not options:
+        print(_USAGE.format(name=name, settings=settings_help(config_class)))
+        return 0
+    try:
+        config = config_class(**read_settings(options))
+        if "--dry-run" in options:
+            print(description(run_class(config)))
+            return 0
+        if (processes := _processes(config)) > 1 and not is_rank():
+            _start_ranks(processes, name, options)
+        run_class(config).train()
+    except ValidationError as error:
+        return _fail(name, _messages(error))
+    except ValueError as error:
+        return _fail(name, str(error))
+    return 0
+
+
+def read_settings(options: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of files and of ``key=value`` options, later ones first.
+
+    Raises:
+        ValueError: an option is no file, setting or flag; a file is missing, or no TOML.
+    """
+    settings: dict[str, Any] = {}
+    for option in options:
+        if option in _FLAGS:
+            settings |= _FLAGS[option]
+        elif "=" in option and not option.startswith("-"):
+            key, _, text = option.partition("=")
+            _set(settings, key.split("."), _value(text))
+        elif option.endswith(".toml"):
+            settings = _merged(settings, _read(Path(option)))
+        elif option != "--dry-run":
+            raise ValueError(f"{option!r}: expected a file CONFIG.toml, key=value, --dry-run, --resume or --ray")
+    return settings
+
+
+def settings_help(config_class: type[StrictConfig]) -> str:
+    """Return a line per setting: name, default and meaning."""
+    lines = []
+    for name, field in config_class.model_fields.items():
+        default = "required" if field.is_required() else repr(field.get_default())
+        lines.append(f"  {name} ({default}): {field.description}")
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _value(text: str) -> Any:
+    """Return a value in TOML's form; what is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(settings: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        settings = settings.setdefault(key, {})
+    settings[keys[-1]] = value
+
+
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of both; tables are merged, other values of the second replace those of the first."""
+    merged = dict(first)
+    for key, value in second.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _processes(config: RunConfig) -> int:
+    """Return the number of processes that the layout needs on this machine."""
+    if config.workers == "ray":
+        return 1
+    engine = engine_class(config.engine_config().dims.backend)
+    return process_dims(engine, engine_config(engine, config.engine_config())).world_size
+
+
+def _start_ranks(processes: int, name: str, options: Sequence[str]) -> None:
+    """Become torchrun, which runs this command on each rank. Signals reach it as they would reach this process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    os.execv(sys.executable, [*command, "-m", "areal.cli", name, *options])
+
+
+def _messages(error: ValidationError) -> str:
+    """Return the errors of settings, one per line, without what pydantic says about its own documentation."""
+    lines = []
+    for each in error.errors(include_url=False, include_context=False):
+        place = ".".join(map(str, each["loc"]))
+        text = each["msg"].removeprefix("Value error, ")
+        lines.append(f"{place}: {text}" if place else text)
+    return "\n".join(lines)
+
+
+def _fail(name: str, text: str) -> int:
+    print(f"areal {name}: {text}", file=sys.stderr)
+    return 1

@@ -1,0 +1,1 @@
+"""Data of recipes: rows from files, what they mean, and their tokens."""

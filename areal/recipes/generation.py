@@ -1,0 +1,52 @@
+"""Where the answers of a run come from: a replica of the model on each rank, or servers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal.api import TrainEngine
+from areal.inference import VLLM, HTTPRollout, LocalRollout, SGLang
+from areal.recipes.policy_config import PolicyConfig
+from areal.trainer.ppo import Sync
+
+_DIALECTS = {"vllm": VLLM, "sglang": SGLang}
+
+
+def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, closing: ExitStack) -> Any:
+    """Return a rollout engine as the settings say. Collective.
+
+    Args:
+        config: settings of the run.
+        engine: the policy, initialized.
+        max_context: maximum number of tokens of a prompt with its answers, for a replica.
+        closing: closes the rollout, and ends a server that was started.
+
+    Raises:
+        ValueError: an option is unknown, or a server is not started as it must be.
+    """
+    if config.servers or config.start_server is not None:
+        urls = config.servers
+        dialect = _DIALECTS[config.server_kind]()
+        options: dict[str, Any] = {"folder": config.output / "weights", "model": config.model, **config.rollout}
+        return closing.enter_context(HTTPRollout(list(urls), dialect, control=engine.control, **options))
+    dtype = getattr(torch, engine.config.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
+    options = {"max_context": max_context, **config.rollout}
+    return closing.enter_context(LocalRollout(model.to(engine.device).eval(), **options))
+
+
+def sync_of(rollout: Any) -> Sync:
+    """Return the function that sends an engine's weights to a rollout engine: its own ``sync``, or its ``update``.
+
+    Raises:
+        ValueError: the rollout has neither.
+    """
+    if hasattr(rollout, "sync"):
+        return rollout.sync
+    if hasattr(rollout, "update"):
+        return lambda engine, version: rollout.update(engine.named_tensors(), version)
+    raise ValueError(f"rollout = {rollout!r} has neither sync nor update: pass sync=, which sends it the weights")

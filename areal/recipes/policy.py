@@ -1,0 +1,328 @@
+"""Recipes of reinforcement learning: GRPO, and PPO with a critic."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from areal.api import TrainEngine
+from areal.chat.answer import Message
+from areal.inference import RolloutClient
+from areal.recipes.answer_reward import UserReward, answer_reward
+from areal.recipes.data.formats import prompt_messages
+from areal.recipes.data.rows import DataRows
+from areal.recipes.data.text import Text
+from areal.recipes.evaluation import PolicyEvaluation
+from areal.recipes.functions import load_function
+from areal.recipes.generation import make_rollout, sync_of
+from areal.recipes.policy_config import GRPOConfig, PolicyConfig, PPOConfig
+from areal.recipes.record.samples import SampleLog
+from areal.recipes.run import Run
+from areal.recipes.setup import decoder, model_context, own_rows, renderer
+from areal.trainer.advantages import dr_grpo, grpo, rloo
+from areal.trainer.advantages.shaping import overlong_penalty
+from areal.trainer.estimators import CriticBased, Estimator, GroupRelative, Sample, Shape
+from areal.trainer.grpo import grpo_trainer
+from areal.trainer.losses import (
+    MismatchCorrection,
+    Objective,
+    PPOClip,
+    grpo_objective,
+    policy_objective,
+    value_objective,
+)
+from areal.trainer.ppo import Critic, PPOOptions, PPOTrainer, Sync
+from areal.trainer.rollout import Episode, RewardPool, Runner, SingleTurn
+from areal.trainer.rollout.exchange import gather
+from areal.trainer.rollout.plan import Keep
+from areal.trainer.rollout.sequence import Sequence as Trajectory
+from areal.trainer.rollout.tool_episode import ToolEpisode
+from areal.trainer.trackers import Tracker
+from areal.utils.data import Segment
+
+C = TypeVar("C", bound=PolicyConfig)
+_ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+
+
+class PolicyRun(Run[C], Generic[C]):
+    """A run of reinforcement learning. What is passed replaces what the settings would make.
+
+    Args:
+        config: settings.
+        dataset: rows; ``None`` reads ``config.dataset``.
+        reward: function of a row and the text of an answer; see :data:`~areal.recipes.answer_reward.UserReward`. ``None`` loads
+            ``config.reward``.
+        evaluation: rows for evaluation; ``None`` reads ``config.evaluation``, or holds rows out.
+        tools: functions that the model may call; ``()`` loads ``config.tools``.
+        engine: engine to train, not initialized.
+        rollout: generates answers.
+        sync: sends weights to ``rollout``; ``None`` calls its ``sync`` or ``update``.
+        episode: plays a row, in training and in evaluation; it has the reward.
+        objective: loss to minimise.
+        estimator: computes advantages.
+        keep: returns False for groups to replace.
+        tracker: receives the numbers.
+
+    Attributes:
+        rollout: rollout engine of this rank.
+        sync: sends it weights.
+        rows: rows to train on.
+        held_out: rows for evaluation; ``None`` without any.
+        runner: plays episodes.
+        episode: plays a row of the data set.
+        evaluation: evaluates on held-out rows; ``None`` without any.
+    """
+
+    judged_by = "eval/reward"
+    larger_is_better = True
+    shown: ClassVar[tuple[str, ...]] = (
+        "rollout/reward",
+        "rollout/tokens",
+        "rollout/logprob_error",
+        "actor/grad_norm",
+        "time/step",
+    )
+    """Numbers of a step on the console."""
+
+    trainer: PPOTrainer
+
+    def __init__(
+        self,
+        config: C,
+        dataset: Any = None,
+        reward: UserReward | None = None,
+        evaluation: Any = None,
+        *,
+        tools: Sequence[Callable[..., Any]] = (),
+        engine: TrainEngine | None = None,
+        rollout: RolloutClient | None = None,
+        sync: Sync | None = None,
+        episode: Episode | None = None,
+        objective: Objective | None = None,
+        estimator: Estimator | None = None,
+        keep: Keep | None = None,
+        tracker: Tracker | None = None,
+    ) -> None:
+        self._dataset, self._reward, self._evaluation_rows, self._tools = dataset, reward, evaluation, tuple(tools)
+        self._engine, self._rollout, self._sync, self._episode = engine, rollout, sync, episode
+        self._objective, self._estimator, self._keep = objective, estimator, keep
+        super().__init__(config, tracker)
+
+    @abstractmethod
+    def _make_trainer(self, sync: Sync, options: PPOOptions) -> PPOTrainer:
+        """Return the trainer."""
+
+    def _prepare(self) -> None:
+        config = self.config
+        if self._episode is None:
+            self._user_reward()
+        self._tools = self._tools or tuple(map(load_function, config.tools))
+        self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
+        self.chat = renderer(config, self._tools)
+        self._max_context = self._needed_context()
+
+    def _build(self) -> None:
+        config = self.config
+        # 1. Policy and rollout.
+        self.steps = config.steps_of(-(-len(self.rows) // config.groups))
+        self.engine = self._engine or self.engines.create(config.engine_config())
+        self.engine.initialize(config.spec(self.steps * config.minibatches))
+        self.rollout = self._rollout or make_rollout(config, self.engine, self._max_context, self.closing)
+        self.sync = self._sync or sync_of(self.rollout)
+        # 2. Episodes.
+        self.episode = self._episode or self._make_episode(config.temperature)
+        keep = self._keep or (_has_contrast if config.replace_flat else None)
+        self.runner = Runner(self.rollout, self.episode, self.rows, config.plan(), keep=keep)
+        self.closing.callback(self.runner.close)
+        self.evaluation = None if self.held_out is None else self._make_evaluation(self.held_out)
+        # 3. Trainer.
+        self._start_tracking()
+        self.trainer = self._make_trainer(
+            self.sync,
+            {
+                "estimator": self._estimator,
+                "updates": config.updates(),
+                "tracker": self.tracker,
+                "checkpoints": self.checkpoints,
+                "inspect": self._make_sample_log(),
+            },
+        )
+
+    def first_sample(self) -> tuple[Segment, ...]:
+        """Return the first prompt."""
+        return (Segment(self.prompt(self.rows[0]), trainable=False),)
+
+    def evaluate(self) -> dict[str, float]:
+        """Send the engine's weights to the rollout, and play the held-out rows; empty without any. Collective."""
+        if self.evaluation is None:
+            return {}
+        # Before the first step, and after a resume, the rollout has other weights.
+        if self.rollout.version != self.engine.version or not self.trainer.step:
+            self.sync(self.engine, self.engine.version)
+        return self.evaluation()
+
+    # ---- parts
+
+    def _user_reward(self) -> UserReward:
+        if self._reward is not None:
+            return self._reward
+        if self.config.reward is None:
+            raise ValueError("reward = None: pass a function of a row and an answer, or name one as 'module:function'")
+        return load_function(self.config.reward)
+
+    def messages(self, row: Any) -> list[Message]:
+        """Return the first messages of a row."""
+        return prompt_messages(row, self.config.system)
+
+    def prompt(self, row: Any) -> list[int]:
+        """Return the tokens of a row's prompt."""
+        return self.chat.prompt(self.messages(row))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer."""
+        return self.chat.parse(tokens).content
+
+    def _needed_context(self) -> int:
+        """Return the maximum number of tokens of a prompt with its answers.
+
+        Raises:
+            ValueError: the model's context is shorter.
+        """
+        config, context = self.config, model_context(self.config.model)
+        if config.max_context is not None or self._episode is not None:
+            needed, why = config.max_context or context or 0, f"max_context = {config.max_context}"
+        else:
+            prompt = max(len(self.prompt(row)) for rows in (self.rows, self.held_out or ()) for row in rows)
+            if self._tools:
+                # Results of tools need room as well: as much as the answers.
+                answers = min(config.max_turns * config.max_new_tokens, config.max_episode_tokens or 10**9)
+                return min(prompt + 2 * answers, context or 10**9)
+            needed = prompt + config.max_new_tokens
+            why = f"the longest prompt has {prompt} tokens, with max_new_tokens = {config.max_new_tokens} that is {needed}"
+        if context is not None and needed > context:
+            raise ValueError(f"{why}, and the model's context is {context}: leave out long rows, or lower the number")
+        return needed
+
+    def _make_episode(self, temperature: float) -> Episode:
+        config = self.config
+        reward = RewardPool(answer_reward(self._user_reward(), self.text, self.messages), seconds=config.reward_seconds)
+        sampling = config.sampling(self.chat.stop_token_ids, temperature=temperature)
+        if isinstance(self.chat, Text) or not self._tools:
+            return SingleTurn(self.prompt, reward, sampling)
+        return ToolEpisode(
+            self.chat,
+            self._tools,
+            self.messages,
+            reward,
+            sampling,
+            max_turns=config.max_turns,
+            max_tokens=config.max_episode_tokens,
+        )
+
+    def _make_sample_log(self) -> SampleLog | None:
+        config = self.config
+        if not (self.speaks and config.logged_groups):
+            return None
+        log = SampleLog(config.output, config.logged_groups, decoder(config), append=config.resume)
+        self.closing.callback(log.close)
+        return log
+
+    def _make_evaluation(self, rows: DataRows) -> PolicyEvaluation:
+        config = self.config
+        episode = self._episode or self._make_episode(config.eval_temperature)
+        if episode is not self._episode:
+            self.closing.callback(getattr(episode, "close", lambda: None))
+        return PolicyEvaluation(
+            self.rollout,
+            episode,
+            rows,
+            samples=config.eval_samples,
+            seed=config.seed,
+            pass_reward=config.pass_reward,
+            gather=gather,
+        )
+
+    def _shape(self) -> Shape | None:
+        """Return the shaping of rewards: shuffled for a control experiment, or with a penalty of long answers."""
+        config = self.config
+
+        def shape(rewards: Tensor, samples: list[Sample]) -> Tensor:
+            if config.overlong_tokens is not None:
+                lengths = torch.stack([sample["loss_mask"].count_nonzero() for sample in samples])
+                rewards = rewards + overlong_penalty(
+                    lengths, max_length=config.max_new_tokens, cache_length=config.overlong_tokens
+                )
+            return _shuffled(rewards, samples, config.seed) if config.shuffle_rewards else rewards
+
+        return shape if config.shuffle_rewards or config.overlong_tokens is not None else None
+
+    def _correction(self) -> MismatchCorrection | None:
+        return MismatchCorrection() if self.config.max_staleness else None
+
+    def _reference(self) -> TrainEngine | None:
+        """Return the engine of the KL penalty; ``None`` without one."""
+        if not self.config.kl_coef:
+            return None
+        if self.engine.config.lora is not None:
+            return self.engine
+        return self.engines.make(self.config.engine_config(optimizer=None), self.steps)
+
+
+class GRPORun(PolicyRun[GRPOConfig]):
+    """Group-relative policy optimisation."""
+
+    recipe = "grpo"
+
+    def _make_trainer(self, sync: Sync, options: PPOOptions) -> PPOTrainer:
+        config = self.config
+        if options["estimator"] is None:
+            options["estimator"] = GroupRelative(_ADVANTAGES[config.advantage], self._shape())
+        objective = self._objective or grpo_objective(
+            kl_coef=config.kl_coef, report_entropy=True, correction=self._correction()
+        )
+        reference = self._reference()
+        return grpo_trainer(self.engine, self.runner, sync, objective=objective, reference=reference, **options)
+
+
+class PPORun(PolicyRun[PPOConfig]):
+    """PPO with a critic; the KL penalty is part of the reward.
+
+    Attributes:
+        critic: engine of the critic.
+    """
+
+    recipe = "ppo"
+
+    def _make_trainer(self, sync: Sync, options: PPOOptions) -> PPOTrainer:
+        config = self.config
+        its = config.engine_config(
+            path=config.critic or config.model,
+            value_head=True,
+            lora=None,
+            optimizer=config.optimizer_config(lr=config.critic_lr),
+        )
+        self.critic = self.engines.make(its, self.steps * config.minibatches)
+        if options["estimator"] is None:
+            options["estimator"] = CriticBased(
+                gamma=config.gamma, lam=config.lam, kl_coef=config.kl_coef, shape=self._shape()
+            )
+        objective = self._objective or policy_objective(
+            PPOClip(0.2, 0.2), report_entropy=True, correction=self._correction()
+        )
+        options["critic"] = Critic(self.critic, value_objective())
+        return PPOTrainer(self.engine, objective, self.runner, sync, reference=self._reference(), **options)
+
+
+def _has_contrast(group: list[Trajectory]) -> bool:
+    """Return whether the rewards of a group differ."""
+    return len({sequence.reward for sequence in group}) > 1
+
+
+def _shuffled(rewards: Tensor, samples: list[Sample], seed: int) -> Tensor:
+    """Return the rewards in a random order."""
+    generator = torch.Generator().manual_seed(int(samples[0]["group_ids"]) + seed)
+    return rewards[torch.randperm(len(rewards), generator=generator)]

@@ -1,0 +1,1 @@
+"""Recipes on real engines: runs of a few settings on every layout."""

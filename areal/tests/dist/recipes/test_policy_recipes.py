@@ -1,0 +1,160 @@
+"""GRPO and PPO from a few settings: equal to the long script in bits, the same on every layout, and resumed."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal.api import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.chat import Chat
+from areal.engine.registry import create_engine
+from areal.inference import LocalRollout, Sampling
+from areal.recipes import GRPOConfig, GRPORun, grpo, ppo
+from areal.tests.dist.recipes.policy_runs import REWARDS, SMALL, curve, curve_of_one_process, evaluated_run
+from areal.tests.harness import tiny
+from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows
+from areal.tests.harness.rl import Curve
+from areal.trainer.estimators import GroupRelative
+from areal.trainer.grpo import grpo_trainer
+from areal.trainer.losses import grpo_objective
+from areal.trainer.rollout import Plan, Runner, SingleTurn
+
+NUMBERS = ("rollout/reward", "actor/loss", "actor/grad_norm")
+
+
+def long_script(backend: str) -> Curve:
+    """Return the numbers of the same run from the objects of the library."""
+    data, path = rows(24), recipe_model()
+    chat = Chat(AutoTokenizer.from_pretrained(path))
+
+    def prompt(row: dict[str, Any]) -> list[int]:
+        return chat.prompt([{"role": "user", "content": row["prompt"]}])
+
+    def judge(row: dict[str, Any], completion: Any) -> float:
+        return reward(row, chat.parse(completion.tokens).content)
+
+    config = TrainEngineConfig(
+        path=path,
+        backend=backend,
+        dtype="float32",
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=512, share_prefixes=True),
+        optimizer=OptimizerConfig(lr=3e-3),
+    )
+    numbers = Curve()
+    with ExitStack() as stack:
+        engine = stack.enter_context(create_engine(config))
+        engine.initialize(FinetuneSpec(total_train_steps=3))
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        context = max(len(prompt(row)) for row in data) + 5
+        rollout = stack.enter_context(LocalRollout(model.eval(), max_context=context))
+        episode = SingleTurn(prompt, judge, Sampling(5, stop_token_ids=chat.stop_token_ids))
+        runner = Runner(rollout, episode, data, Plan(groups=4, group_size=4))
+        stack.callback(runner.close)
+
+        def sync(source: Any, version: int) -> None:
+            rollout.update(source.named_tensors(), version)
+
+        trainer = grpo_trainer(
+            engine,
+            runner,
+            sync,
+            objective=grpo_objective(kl_coef=0.0, report_entropy=True),
+            estimator=GroupRelative(),
+            tracker=numbers,
+        )
+        trainer.train(3)
+    return numbers
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1", "fsdp:d2"))
+def test_recipe_equals_the_long_script_in_bits(backend: str, tmp_path: Path) -> None:
+    grpo(recipe_model(), rows(24), reward, backend=backend, output=tmp_path, **SMALL).train()
+    expected = long_script(backend)
+    got = curve(tmp_path, NUMBERS)
+    assert got == {name: list(expected[name]) for name in NUMBERS}
+    assert len(got["actor/loss"]) == 3
+    assert max(got["actor/grad_norm"]) > 0
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2", "megatron:t2", "jax:d2"))
+def test_one_run_on_every_layout(backend: str, tmp_path: Path) -> None:
+    """Rewards are those of the answers that one process samples, and evaluations are equal on all ranks."""
+    expected = curve_of_one_process()
+    run = evaluated_run(backend, recipe_model(), tmp_path)
+    got = curve(tmp_path, REWARDS)
+    assert got["rollout/reward"] == pytest.approx(expected["rollout/reward"], abs=1e-6)
+    assert got["eval/reward"] == pytest.approx(expected["eval/reward"], abs=1e-6)
+    assert len(set(got["rollout/reward"])) == 3
+    assert max(curve(tmp_path, ("rollout/logprob_error",))["rollout/logprob_error"]) < 1e-5
+    assert list(run.results.by_step) == [0, 2, 3]
+    assert [its["eval/reward"] for its in run.results.by_step.values()] == got["eval/reward"]
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2"))
+def test_resumed_run_continues_the_curve(backend: str, tmp_path: Path) -> None:
+    settings = {**SMALL, "steps": 4, "checkpoint_every": 2, "eval_every": 2}
+
+    def run(output: Path, **changes: Any) -> Any:
+        return grpo(
+            recipe_model(),
+            rows(24),
+            reward,
+            evaluation=rows(4, 1),
+            backend=backend,
+            output=output,
+            **settings | changes,
+        )
+
+    run(tmp_path / "full").train()
+    run(tmp_path / "parts", steps=2).train()
+    with pytest.raises(ValueError, match="has checkpoints, such as step-000002: set resume = true"):
+        run(tmp_path / "parts")
+    with pytest.raises(ValueError, match=r"group_size = 2, and the run in .* began with 4"):
+        run(tmp_path / "parts", resume=True, group_size=2)
+    resumed = run(tmp_path / "parts", resume=True)
+    resumed.train()
+    names = ("rollout/reward", "actor/loss", "eval/reward")
+    assert curve(tmp_path / "parts", names) == curve(tmp_path / "full", names)
+    assert list(resumed.results.by_step) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_ppo_trains_policy_and_critic(backend: str, tmp_path: Path) -> None:
+    settings = {**SMALL, "groups": 8, "group_size": 1, "kl_coef": 0.01}
+    ppo(recipe_model(), rows(24), reward, backend=backend, output=tmp_path, **settings).train()
+    got = curve(tmp_path, ("actor/grad_norm", "critic/loss", "rollout/reward"))
+    assert len(got["critic/loss"]) == 3
+    assert min(got["actor/grad_norm"]) > 0
+    assert min(got["critic/loss"]) > 0
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_settings_reach_their_places(backend: str, tmp_path: Path) -> None:
+    """A penalty of length, masked truncations, a control with shuffled rewards, and parts that are passed."""
+    config = GRPOConfig(
+        model=recipe_model(),
+        backend=backend,
+        output=tmp_path,
+        overlong_tokens=4,
+        shuffle_rewards=True,
+        engine={"activation_checkpointing": "full"},
+        **SMALL,
+    )
+    numbers = Curve()
+    with GRPORun(config, rows(8), reward, tracker=numbers).build() as run:
+        assert run.engine.config.activation_checkpointing == "full"
+        samples = [
+            {
+                "loss_mask": torch.tensor([0.0] * 3 + [1.0] * length),
+                "group_ids": torch.tensor(0),
+            }
+            for length in (1, 3, 5)
+        ]
+        shape: Any = run.trainer.estimator.shape
+        # Full penalty at 5 tokens, half of it at 3; then in another order.
+        assert sorted(shape(torch.ones(3), samples).tolist()) == pytest.approx([0.0, 0.5, 1.0])
+        run.trainer.train(1)
+    assert len(numbers["rollout/reward"]) == 1

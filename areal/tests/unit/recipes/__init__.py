@@ -1,0 +1,1 @@
+"""Tests of recipes that need no engine: rows, formats, settings, evaluation, record."""
