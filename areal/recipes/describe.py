@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from areal.api import TrainEngineConfig
+from areal.engine.model.hub import read_config
 from areal.recipes.run import Run
 from areal.recipes.setup import tokenizer_of
 
@@ -32,7 +33,7 @@ def description(run: Run[Any]) -> str:
 def memory(config: TrainEngineConfig) -> str:
     """Return a sentence about the bytes of weights, gradients and AdamW's moments. Activations are not included."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path))
+        model = AutoModelForCausalLM.from_config(read_config(config.path))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = config.optimizer is not None and config.lora is None
     stored = _BYTES[config.master_dtype]

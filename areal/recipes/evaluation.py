@@ -6,11 +6,13 @@ import asyncio
 import collections.abc
 import contextlib
 import math
+import traceback
 from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 from areal.inference.protocol import RolloutClient
+from areal.inference.together import gather_or_cancel
 from areal.trainer.rollout.episodes import Episode
 from areal.trainer.rollout.plan import Items
 from areal.trainer.rollout.seeded import SeededClient
@@ -77,9 +79,10 @@ class PolicyEvaluation:
                 error = raised
         # 2. All ranks learn all rewards, or the first error.
         by_row: dict[int, list[float]] = {}
-        for rewards, fault in self._gather((mine, error and f"{type(error).__name__}: {error}")):
-            if fault:
-                raise RuntimeError(f"an episode of the evaluation failed: {fault}") from error
+        fault = None if error is None else "".join(traceback.format_exception(error))
+        for rewards, its_fault in self._gather((mine, fault)):
+            if its_fault is not None:
+                raise RuntimeError(f"an episode of the evaluation failed:\n{its_fault}") from error
             by_row |= rewards
         return [by_row[number] for number in range(len(self._rows))]
 
@@ -95,9 +98,8 @@ class PolicyEvaluation:
         async with contextlib.AsyncExitStack() as stack:
             if isinstance(self._episode, contextlib.AbstractAsyncContextManager):
                 await stack.enter_async_context(self._episode)
-            async with asyncio.TaskGroup() as tasks:
-                played = {n: [tasks.create_task(play(n, k)) for k in range(self._samples)] for n in numbers}
-        return {number: [task.result() for task in its] for number, its in played.items()}
+            rewards = await gather_or_cancel(play(n, k) for n in numbers for k in range(self._samples))
+        return {number: rewards[i * self._samples : (i + 1) * self._samples] for i, number in enumerate(numbers)}
 
 
 def reward_scalars(

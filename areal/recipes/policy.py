@@ -11,6 +11,7 @@ from torch import Tensor
 
 from areal.api import TrainEngine
 from areal.chat.answer import Message
+from areal.engine.model.hub import max_positions, read_config
 from areal.inference import RolloutClient
 from areal.recipes.answer_reward import UserReward, answer_reward
 from areal.recipes.data.formats import prompt_messages
@@ -18,11 +19,11 @@ from areal.recipes.data.rows import DataRows
 from areal.recipes.data.text import Text
 from areal.recipes.evaluation import PolicyEvaluation
 from areal.recipes.functions import load_function
-from areal.recipes.generation import make_rollout, sync_of
+from areal.recipes.generation.rollouts import make_rollout, sync_of
 from areal.recipes.policy_config import GRPOConfig, PolicyConfig, PPOConfig
 from areal.recipes.record.samples import SampleLog
 from areal.recipes.run import Run
-from areal.recipes.setup import decoder, model_context, own_rows, renderer
+from areal.recipes.setup import decoder, own_rows, renderer
 from areal.trainer.advantages import dr_grpo, grpo, rloo
 from areal.trainer.advantages.shaping import overlong_penalty
 from areal.trainer.estimators import CriticBased, Estimator, GroupRelative, Sample, Shape
@@ -192,7 +193,7 @@ class PolicyRun(Run[C], Generic[C]):
         Raises:
             ValueError: the model's context is shorter.
         """
-        config, context = self.config, model_context(self.config.model)
+        config, context = self.config, max_positions(read_config(self.config.model))
         if config.max_context is not None or self._episode is not None:
             needed, why = config.max_context or context or 0, f"max_context = {config.max_context}"
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from areal.chat import Chat
 from areal.recipes.config import RunConfig
@@ -52,9 +52,12 @@ def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model, with the template of ``config.chat_template``.
 
     Raises:
-        ValueError: the file of the template does not exist.
+        ValueError: there is no model or no tokenizer, or the file of the template does not exist.
     """
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model = {config.model!r}: no tokenizer can be read there: {error}") from error
     if config.chat_template is not None:
         path = Path(config.chat_template)
         if not path.is_file():
@@ -83,13 +86,6 @@ def decoder(config: RunConfig) -> Callable[[Sequence[int]], str]:
     """Return a function from token ids to text, with special tokens."""
     tokenizer = tokenizer_of(config)
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def model_context(path: str) -> int | None:
-    """Return the longest sequence of a model, as its configuration says; ``None`` if it does not."""
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
-    return context if isinstance(context, int) else None
 
 
 def checkpoints_of(config: RunConfig, results: Results) -> Checkpoints:

@@ -6,11 +6,12 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
 from areal.api import TrainEngine, TrainEngineConfig
+from areal.engine.model.hub import max_positions, read_config
 from areal.recipes.config import DPOConfig, FixedDataConfig, RewardModelConfig, SFTConfig
 from areal.recipes.data.formats import finished_messages, pair_of
 from areal.recipes.data.rows import DataRows
 from areal.recipes.run import Run
-from areal.recipes.setup import model_context, own_rows, renderer
+from areal.recipes.setup import own_rows, renderer
 from areal.trainer.losses import Objective, dpo_objective
 from areal.trainer.preference import Pair, dpo_trainer, flatten_pairs, reward_trainer
 from areal.trainer.supervised import SupervisedOptions, SupervisedTrainer, sft_trainer
@@ -111,7 +112,7 @@ class SupervisedRun(Run[C], Generic[C]):
         Raises:
             ValueError: a row is longer than the model's context, or than ``max_length``.
         """
-        limit = self.config.max_length or model_context(self.config.model)
+        limit = self.config.max_length or max_positions(read_config(self.config.model))
         items = []
         for number, row in enumerate(rows):
             items.append(self.item(row))

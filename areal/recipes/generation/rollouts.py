@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import TrainEngine
 from areal.inference import VLLM, HTTPRollout, LocalRollout, SGLang
+from areal.recipes.generation.started_server import StartedServer
 from areal.recipes.policy_config import PolicyConfig
 from areal.trainer.ppo import Sync
+from areal.utils.distributed import rank_in_world
 
 _DIALECTS = {"vllm": VLLM, "sglang": SGLang}
 
@@ -29,14 +31,26 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
         ValueError: an option is unknown, or a server is not started as it must be.
     """
     if config.servers or config.start_server is not None:
-        urls = config.servers
+        urls = list(config.servers) or [_start_server(config, engine, closing)]
         dialect = _DIALECTS[config.server_kind]()
         options: dict[str, Any] = {"folder": config.output / "weights", "model": config.model, **config.rollout}
-        return closing.enter_context(HTTPRollout(list(urls), dialect, control=engine.control, **options))
+        return closing.enter_context(HTTPRollout(urls, dialect, control=engine.control, **options))
     dtype = getattr(torch, engine.config.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
     options = {"max_context": max_context, **config.rollout}
     return closing.enter_context(LocalRollout(model.to(engine.device).eval(), **options))
+
+
+def _start_server(config: PolicyConfig, engine: TrainEngine, closing: ExitStack) -> str:
+    """Start a server on the first rank, and return its address on all ranks. An error is raised on all."""
+
+    def start() -> str | None:
+        if rank_in_world() or config.start_server is None:
+            return None
+        log = config.output / "server.log"
+        return closing.enter_context(StartedServer(config.start_server, config.model, config.server_kind, log)).url
+
+    return next(url for url in engine.control.attempt_and_gather(start) if url is not None)
 
 
 def sync_of(rollout: Any) -> Sync:

@@ -1,0 +1,85 @@
+"""Runs whose answers come from servers: those that run, and those that the run starts and stops."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.recipes import grpo
+from areal.recipes.generation.started_server import StartedServer
+from areal.tests.dist.recipes.policy_runs import SMALL, curve
+from areal.tests.harness import tiny
+from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows
+
+COMMAND = f"{sys.executable} -m areal.tests.harness.recipes.stand_in_server"
+
+
+def run(output: Path, **changes: Any) -> Any:
+    settings = {**SMALL, "groups": 2, "eval_every": 2, **changes}
+    return grpo(recipe_model(), rows(8), reward, evaluation=rows(4, 1), output=output, **settings)
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2"))
+def test_run_with_a_server_of_its_own(backend: str, tmp_path: Path) -> None:
+    made = run(tmp_path, backend=backend, start_server=COMMAND).build()
+    url = made.rollout._fleet.servers[0].url if made.speaks else ""
+    made.train()
+    got = curve(tmp_path, ("rollout/logprob_error", "rollout/reward", "eval/reward"))
+    assert len(got["rollout/reward"]) == 3
+    assert len(got["eval/reward"]) == 3
+    assert max(got["rollout/logprob_error"]) < 1e-5
+    assert not made.speaks or is_closed(url)
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_run_with_a_server_that_runs(backend: str, tmp_path: Path) -> None:
+    with StartedServer(COMMAND, recipe_model(), "vllm", tmp_path / "log") as server:
+        run(tmp_path / "run", backend=backend, servers=[server.url]).train()
+        assert not is_closed(server.url)
+    assert len(curve(tmp_path / "run", ("rollout/reward",))["rollout/reward"]) == 3
+
+
+def is_closed(url: str) -> bool:
+    """Return whether nothing listens, at latest after some seconds."""
+    import socket
+
+    port = int(url.rpartition(":")[2])
+    for _ in range(150):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2"))
+def test_server_that_does_not_start_is_an_error_on_all_ranks(backend: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"start_server: .* ended; the end of .*server\.log:\nno memory for a cache"):
+        run(tmp_path, backend=backend, start_server=f"{COMMAND} --break").build()
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from areal.recipes.generation.started_server import StartedServer
+command, model, log = sys.argv[1:]
+with StartedServer(command, model, "vllm", Path(log)) as server:
+    print(server.url, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_server_ends_with_a_run_that_is_killed(backend: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, COMMAND, recipe_model(), str(tmp_path / "log")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert is_closed(url)

@@ -1,0 +1,144 @@
+"""`areal grpo CONFIG.toml key=value`: settings, mistakes, a dry run, and a run that starts its ranks."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.cli.run_recipe import read_settings, run_recipe
+from areal.recipes import GRPOConfig
+from areal.tests.harness.processes import needs_own_world
+from areal.tests.harness.recipes.recipe_data import recipe_model, rows
+
+REWARD = "areal.tests.harness.recipes.recipe_data:reward"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file with the settings of a run, and its rows."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows(16))))
+    text = f"""
+        model = "{recipe_model()}"
+        dataset = "{data}"
+        reward = "{REWARD}"
+        output = "{tmp_path / "run"}"
+        dtype = "float32"
+        steps = 2
+        groups = 2
+        group_size = 2
+        max_new_tokens = 4
+        [engine]
+        activation_checkpointing = "full"
+    """
+    (tmp_path / "run.toml").write_text(text)
+    return tmp_path / "run.toml"
+
+
+def test_settings_of_file_and_command_line(file: Path) -> None:
+    options = [str(file), "lr=1e-6", "steps=7", "engine.fsdp={compile=true}", "system=Be short.", "--resume"]
+    got = read_settings(options)
+    assert (got["lr"], got["steps"], got["system"], got["resume"]) == (1e-6, 7, "Be short.", True)
+    assert got["engine"] == {"activation_checkpointing": "full", "fsdp": {"compile": True}}
+    assert GRPOConfig(**got).engine_config().activation_checkpointing == "full"
+    assert read_settings(["engine.grad_sync=call", str(file)])["engine"] == {
+        "grad_sync": "call",
+        "activation_checkpointing": "full",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["grups=3"], "areal grpo: GRPOConfig has no field 'grups': did you mean 'groups'?"),
+        (["learning_rate=1"], "did you mean 'lr'?"),
+        (["lr=fast"], "lr: Input should be a valid number, unable to parse string as a number"),
+        (["engine.activation_checkpoint=full"], "activation_checkpoint = 'full': Extra inputs are not permitted"),
+        (["engine.dtype=float32"], "engine: engine.dtype is set by dtype: leave it out here"),
+        (["group_size=1"], "group_size = 1: answers are compared within a group: set at least 2"),
+        (["epochs=1"], "steps = 2 with epochs = 1.0: both say how long to train"),
+        (["--fast"], "'--fast': expected a file CONFIG.toml, key=value, --dry-run, --resume or --ray"),
+        (["no.toml"], "no.toml: there is no such file"),
+        (["dataset=rows.jsnol"], "dataset = 'rows.jsnol': there is no such file"),
+        (["reward=areal.tests.harness.recipes.recipe_data:rewrad"], "has no 'rewrad': did you mean 'reward'?"),
+        (["model=/no/such/model"], "model = '/no/such/model': no tokenizer can be read there"),
+        (["backend=fsdp:d2t"], "fsdp:d2t"),
+        (["servers=['a']", "start_server=vllm serve"], "both generate; leave one of them out"),
+        (["max_new_tokens=999"], "and the model's context is 256: leave out long rows, or lower the number"),
+        (["text=true", "tools=['a:b']"], "text = True with tools: calls need a chat template"),
+    ],
+)
+def test_mistakes_are_lines(options: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_recipe("grpo", [str(file), *options, *([] if "--fast" in options else ["--dry-run"])]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (file.parent / "run").exists()
+
+
+def test_dry_run_shows_settings_memory_and_the_first_row(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_recipe("grpo", [str(file), "backend=fsdp:d4", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert '"group_size": 2' in text
+    assert "fsdp:d4: 4 ranks, float32" in text
+    assert "parameters: weights, gradients and optimizer state take" in text
+    first = rows(1)[0]["prompt"]
+    assert text.endswith(f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n\n")
+    assert not (file.parent / "run").exists()
+
+
+def test_dry_run_marks_what_is_trained(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [f"model={recipe_model()}", f"dataset={file.parent / 'rows.jsonl'}", f"output={file.parent / 'run'}"]
+    assert run_recipe("sft", [*settings, "--dry-run"]) == 0
+    first = rows(1)[0]
+    assert f"<|im_start|>assistant\n[[{first['answer']}<|im_end|>]]\n" in capsys.readouterr().out
+
+
+def test_help_names_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_recipe("grpo", []) == 0
+    text = capsys.readouterr().out
+    assert "usage: areal grpo [CONFIG.toml]" in text
+    assert all(f"\n  {name} (" in text for name in GRPOConfig.model_fields)
+    assert all(field.description for field in GRPOConfig.model_fields.values())
+
+
+def command(*options: Any) -> list[str]:
+    return [sys.executable, "-m", "areal.cli", *map(str, options)]
+
+
+@needs_own_world
+def test_command_starts_its_ranks_and_leaves_a_record(file: Path) -> None:
+    done = subprocess.run(
+        command("grpo", file, "backend=fsdp:d2", "checkpoint_every=1"), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "finished 2 steps" in done.stderr
+    output = file.parent / "run"
+    assert {path.name for path in output.iterdir()} >= {
+        *("config.toml", "starts.jsonl", "metrics.jsonl", "samples.jsonl", "samples.html", "checkpoints", "model"),
+    }
+    assert json.loads((output / "starts.jsonl").read_text())["ranks"] == 2
+    again = subprocess.run(command("grpo", output / "config.toml"), capture_output=True, text=True, timeout=240)
+    assert again.returncode == 1
+    assert "has checkpoints, such as step-000002: set resume = true" in again.stderr
+
+
+@needs_own_world
+def test_record_is_there_after_a_kill_at_the_first_step(file: Path) -> None:
+    process = subprocess.Popen(command("grpo", file, "steps=500"), stderr=subprocess.DEVNULL)
+    output = file.parent / "run"
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert json.loads((output / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    assert json.loads((output / "starts.jsonl").read_text())["recipe"] == "grpo"
+    assert (output / "config.toml").exists()
+    assert len((output / "samples.jsonl").read_text().splitlines()) >= 4

@@ -1,0 +1,118 @@
+"""What a run leaves behind: settings, starts, samples, curves, and what an earlier run left."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal.recipes import GRPOConfig, SFTConfig
+from areal.recipes.record.run_record import check_record, start_record
+from areal.recipes.record.samples import SampleLog
+from areal.recipes.record.trackers import make_trackers
+
+
+def config(output: Path, **changes: Any) -> SFTConfig:
+    return SFTConfig(model="some/model", dataset="rows.jsonl", output=output, **changes)
+
+
+def test_record_has_settings_code_and_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "code"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    (repository / "task.py").write_text("x = 1\n")
+    for command in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "first")):
+        subprocess.run(("git", *command), check=True)
+    (repository / "task.py").write_text("x = 2\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("SECRET_KEY", "hidden")
+    output = tmp_path / "run"
+    start_record(config(output, lr=0.5), "sft", {"dataset": "abc"})
+    start_record(config(output, lr=0.5, resume=True), "sft", {"dataset": "abc"})
+    first, second = map(json.loads, (output / "starts.jsonl").read_text().splitlines())
+    assert first["recipe"] == "sft"
+    assert first["rows"] == {"dataset": "abc"}
+    assert len(first["code"]) == 40
+    assert first["changed"] is True
+    assert first["environment"]["OMP_NUM_THREADS"] == "3"
+    assert {"python", "packages", "host", "machine", "command", "ranks", "dtype"} <= set(first)
+    assert second["time"] >= first["time"]
+    assert "+x = 2" in (output / "code.diff").read_text()
+    assert "hidden" not in "".join(path.read_text() for path in output.iterdir())
+    # The settings are a file that a run can begin with.
+    import tomllib
+
+    assert SFTConfig(**tomllib.loads((output / "config.toml").read_text())) == config(output, lr=0.5, resume=True)
+
+
+def test_another_run_does_not_replace_checkpoints(tmp_path: Path) -> None:
+    check_record(config(tmp_path))
+    start_record(config(tmp_path, steps=3), "sft", {})
+    check_record(config(tmp_path, steps=3))
+    (tmp_path / "checkpoints" / "model" / "step-000002").mkdir(parents=True)
+    with pytest.raises(ValueError, match="has checkpoints, such as step-000002: set resume = true"):
+        check_record(config(tmp_path, steps=3))
+    check_record(config(tmp_path, steps=9, resume=True, backend="fsdp:d2"))
+    with pytest.raises(ValueError, match=r"seed = 5, and the run in .* began with 0"):
+        check_record(config(tmp_path, seed=5, resume=True))
+
+
+def sample(group: int, reward: float) -> dict[str, Any]:
+    """Two prompt tokens and three of an answer; a value of a token is at the position before it."""
+    return {
+        "input_ids": torch.tensor([65, 66, 67, 60, 10]),
+        "loss_mask": torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0]),
+        "old_logprobs": torch.tensor([0.0, -1.0, -1.0, -1.0, 0.0]),
+        "rollout_logprobs": torch.tensor([0.0, -1.0, -1.5, -1.0, 0.0]),
+        "advantages": torch.tensor([0.0, 2.0, 2.0, 2.0, 0.0]),
+        "versions": torch.tensor([0, 4, 4, 5, 0]),
+        "rewards": torch.tensor(reward),
+        "group_ids": torch.tensor(group),
+        "truncated": torch.tensor(False),
+    }
+
+
+def decode(ids: Any) -> str:
+    return "".join(map(chr, ids))
+
+
+def test_samples_are_written_as_lines_and_as_a_page(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path, 1, decode)
+    log(1, [sample(7, 1.0), sample(7, 0.0), sample(8, 0.5)])
+    log(2, [sample(9, 0.25)])
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["group"], line["reward"]) for line in lines] == [(1, 7, 1.0), (1, 7, 0.0), (2, 9, 0.25)]
+    first = lines[0]
+    assert (first["prompt"], first["answer"]) == ("AB", "C<\n")
+    assert first["trained"] == [0, 0, 1, 1, 1]
+    assert first["error"] == [0.0, 0.0, 0.0, 0.5, 0.0]
+    assert (first["advantage"], first["versions"], first["truncated"]) == (2.0, [4, 5], False)
+    page = (tmp_path / "samples.html").read_text()
+    assert page.count("<tr><td>") == 3
+    assert page.index("<td>2</td><td>9</td>") < page.index("<td>1</td><td>7</td>")
+    assert 'title="+0.50000 nats">&lt;</b>' in page
+    assert "http" not in page
+    SampleLog(tmp_path, 1, decode, append=True).close()
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 3
+    SampleLog(tmp_path, 1, decode).close()
+    assert (tmp_path / "samples.jsonl").read_text() == ""
+
+
+def test_trackers_of_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra recipes is not installed")
+    settings = GRPOConfig(model="m", output=tmp_path, trackers=("jsonl", "curves", "tensorboard"))
+    for again in (False, True):
+        tracker = make_trackers(settings.model_copy(update={"resume": again}), 2, ())
+        tracker.log(1, {"rollout/reward": 0.5})
+        tracker.log(1, {"eval/reward": 0.25})
+        tracker.close()
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == (4 if again else 2)
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    make_trackers(settings, 2, ()).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert list((tmp_path / "tensorboard").glob("events*"))
