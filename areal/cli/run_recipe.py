@@ -5,39 +5,28 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from areal import recipes
 from areal.api.config_sections import StrictConfig
 from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
-from areal.recipes import (
-    DPOConfig,
-    DPORun,
-    GRPOConfig,
-    GRPORun,
-    PPOConfig,
-    PPORun,
-    RewardModelConfig,
-    RewardModelRun,
-    Run,
-    SFTConfig,
-    SFTRun,
-)
 from areal.recipes.config import RunConfig
-from areal.recipes.describe import description
 from areal.utils.distributed import is_rank
 
-_RECIPES: dict[str, tuple[type[RunConfig], Callable[[Any], Run[Any]]]] = {
-    "sft": (SFTConfig, SFTRun),
-    "dpo": (DPOConfig, DPORun),
-    "rm": (RewardModelConfig, RewardModelRun),
-    "grpo": (GRPOConfig, GRPORun),
-    "ppo": (PPOConfig, PPORun),
+_RECIPES = {
+    "sft": ("SFTConfig", "SFTRun"),
+    "dpo": ("DPOConfig", "DPORun"),
+    "rm": ("RewardModelConfig", "RewardModelRun"),
+    "grpo": ("GRPOConfig", "GRPORun"),
+    "ppo": ("PPOConfig", "PPORun"),
 }
+"""Settings and run of each command, in ``areal.recipes``. The run is imported where it runs: the process that starts ranks needs none."""
 _FLAGS: dict[str, dict[str, Any]] = {"--resume": {"resume": True}, "--ray": {"workers": "ray"}}
 _USAGE = """usage: areal {name} [CONFIG.toml] [key=value ...] [--dry-run] [--resume] [--ray]
 
@@ -59,18 +48,19 @@ def run_recipe(name: str, options: Sequence[str]) -> int:
         name: ``sft``, ``dpo``, ``rm``, ``grpo`` or ``ppo``.
         options: options behind the name.
     """
-    config_class, run_class = _RECIPES[name]
+    config_name, run_name = _RECIPES[name]
+    config_class: type[RunConfig] = getattr(recipes, config_name)
     if "--help" in options or "-h" in options or not options:
         print(_USAGE.format(name=name, settings=settings_help(config_class)))
         return 0
     try:
         config = config_class(**read_settings(options))
         if "--dry-run" in options:
-            print(description(run_class(config)))
+            print(import_module("areal.recipes.describe").description(getattr(recipes, run_name)(config)))
             return 0
         if (processes := _processes(config)) > 1 and not is_rank():
             _start_ranks(processes, name, options)
-        run_class(config).train()
+        getattr(recipes, run_name)(config).train()
     except ValidationError as error:
         return _fail(name, _messages(error))
     except ValueError as error:

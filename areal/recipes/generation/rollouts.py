@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal import inference  # its names are imported when they are first used
 from areal.api import TrainEngine
-from areal.inference import VLLM, HTTPRollout, LocalRollout, SGLang
 from areal.recipes.generation.started_server import StartedServer
 from areal.recipes.policy_config import PolicyConfig
 from areal.trainer.ppo import Sync
 from areal.utils.distributed import rank_in_world
 
-_DIALECTS = {"vllm": VLLM, "sglang": SGLang}
+_DIALECTS = {"vllm": "VLLM", "sglang": "SGLang"}
 
 
 def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, closing: ExitStack) -> Any:
@@ -32,13 +32,13 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
     """
     if config.servers or config.start_server is not None:
         urls = list(config.servers) or [_start_server(config, engine, closing)]
-        dialect = _DIALECTS[config.server_kind]()
+        dialect = getattr(inference, _DIALECTS[config.server_kind])()
         options: dict[str, Any] = {"folder": config.output / "weights", "model": config.model, **config.rollout}
-        return closing.enter_context(HTTPRollout(urls, dialect, control=engine.control, **options))
+        return closing.enter_context(inference.HTTPRollout(urls, dialect, control=engine.control, **options))
     dtype = getattr(torch, engine.config.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
     options = {"max_context": max_context, **config.rollout}
-    return closing.enter_context(LocalRollout(model.to(engine.device).eval(), **options))
+    return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
 
 
 def _start_server(config: PolicyConfig, engine: TrainEngine, closing: ExitStack) -> str:
