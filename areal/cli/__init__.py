@@ -38,6 +38,9 @@ COMMANDS = {
             ("ppo", "reinforcement learning with a critic"),
         )
     },
+    "reproduce": Command(
+        "areal.cli.run_recipe:run_reproduce", "take the first steps of a run again, and compare", "areal[recipes]"
+    ),
     "serve": Command("areal.cli.serve:run_serve", "serve a model to clients of the tinker SDK", "areal[tinker]"),
     "untie": Command(
         "areal.cli.untie:run_untie", "copy a model so that an adapter of its output head can be merged", "areal"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from importlib import import_module
@@ -66,6 +67,31 @@ def run_recipe(name: str, options: Sequence[str]) -> int:
     except ValueError as error:
         return _fail(name, str(error))
     return 0
+
+
+def run_reproduce(options: Sequence[str]) -> int:
+    """Run ``areal reproduce RUN [STEPS]``. Returns exit code 1 if a number differs."""
+    if not options or options[0].startswith("-") or (len(options) > 1 and not options[1].isdigit()):
+        print(
+            "usage: areal reproduce RUN [STEPS]\n\nTake the first steps of the run in the directory RUN again (5 by default), and compare."
+        )
+        return 0 if options[:1] in (["-h"], ["--help"]) else 2
+    steps = int(options[1]) if len(options) > 1 else 5
+    module = import_module("areal.recipes.reproduce")
+    try:
+        with tempfile.TemporaryDirectory(prefix="areal-reproduce-") as output:
+            recorded = module.read_record(Path(options[0]), Path(output))
+            steps = min(steps, max(recorded.metrics, default=0))
+            config_name, run_name = _RECIPES[recorded.recipe]
+            config: RunConfig = getattr(recipes, config_name)(**recorded.settings)
+            if (processes := _processes(config)) > 1 and not is_rank():
+                _start_ranks(processes, "reproduce", options)
+            lines = module.differences(recorded, getattr(recipes, run_name)(config), steps)
+    except ValueError as error:
+        return _fail("reproduce", str(error))
+    if lines is not None:
+        print("\n".join(lines) or f"the first {steps} steps are the same to the bit")
+    return int(bool(lines))
 
 
 def read_settings(options: Sequence[str]) -> dict[str, Any]:

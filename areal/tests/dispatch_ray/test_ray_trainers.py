@@ -19,10 +19,13 @@ from areal.api import ParallelDims, TensorSource, TrainEngine, TrainEngineConfig
 from areal.dispatch import WorkerGroup
 from areal.dispatch.ray import RayWorkers
 from areal.inference.http import VLLM, Dialect, HTTPRollout, SGLang
+from areal.recipes import grpo
 from areal.tests.dist.dispatch.overlap import check_overlap
 from areal.tests.dist.dispatch.trainer_runs import RUNS, SAVED, TIMES, Make, Steps, alone, engines, ppo, rest_of_ppo
+from areal.tests.dist.recipes.policy_runs import REWARDS, SMALL, curve, curve_of_one_process
 from areal.tests.dist.trainer.ppo_runs import GOLDEN, PLAN, STEPS, run
 from areal.tests.grid.models import model_dir
+from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows
 from areal.tests.harness.rl import EPISODE, Curve, Prompts
 from areal.tests.harness.servers.rollout_http import Process
 from areal.trainer.grpo import grpo_trainer
@@ -227,3 +230,24 @@ def test_driver_owns_the_servers(
         assert (curve["rollout/sequences"], curve["rollout/staleness"]) == ([12.0] * 3, [0.0] * 3)
         curves.append(curve.steps)
     assert error_of(curves[1], curves[0]) == 0.0
+
+
+def test_recipe_has_the_rewards_of_one_process(cluster: Any, tmp_path: Path) -> None:
+    expected = curve_of_one_process()
+    grpo(
+        recipe_model(),
+        rows(24),
+        reward,
+        evaluation=rows(6, 1),
+        backend="fsdp:d2",
+        workers="ray",
+        ray={"environment": {"OMP_NUM_THREADS": "1"}},
+        output=tmp_path,
+        eval_samples=2,
+        eval_every=2,
+        **SMALL,
+    ).train()
+    got = curve(tmp_path, REWARDS)
+    assert {name: len(its) for name, its in got.items()} == {"rollout/reward": 3, "eval/reward": 3}
+    for name in REWARDS:
+        assert got[name] == pytest.approx(expected[name], abs=1e-6)

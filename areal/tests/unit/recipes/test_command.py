@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from areal.cli.run_recipe import read_settings, run_recipe
+from areal.cli.run_recipe import read_settings, run_recipe, run_reproduce
 from areal.recipes import GRPOConfig
 from areal.tests.harness.processes import needs_own_world
 from areal.tests.harness.recipes.recipe_data import recipe_model, rows
+from areal.tests.harness.world import one_rank
 
 REWARD = "areal.tests.harness.recipes.recipe_data:reward"
 
@@ -105,6 +106,31 @@ def test_help_names_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: areal grpo [CONFIG.toml]" in text
     assert all(f"\n  {name} (" in text for name in GRPOConfig.model_fields)
     assert all(field.description for field in GRPOConfig.model_fields.values())
+
+
+def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = file.parent / "run"
+    assert run_reproduce([str(output)]) == 1
+    assert "has no config.toml: name the directory of a run" in capsys.readouterr().err
+    with one_rank():
+        assert run_recipe("grpo", [str(file), "lr=1e-3"]) == 0
+        before = (output / "metrics.jsonl").read_bytes()
+        assert run_reproduce([str(output)]) == 0
+        assert capsys.readouterr().out == "the first 2 steps are the same to the bit\n"
+        assert (output / "metrics.jsonl").read_bytes() == before
+        lines = [json.loads(line) for line in before.decode().splitlines()]
+        lines[1]["actor/loss"] += 1e-12
+        (output / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert run_reproduce([str(output), "2"]) == 1
+        assert capsys.readouterr().out.startswith("step 2: actor/loss was ")
+    settings = (output / "config.toml").read_text()
+    for old, new, message in (
+        ("max_staleness = 0", "max_staleness = 1", "max_staleness = 1: which weights begin an answer depends on speed"),
+        ("reward = ", "system = 'x' # ", "reward was passed to the run as an object"),
+    ):
+        (output / "config.toml").write_text(settings.replace(old, new).replace('system = ""', ""))
+        assert run_reproduce([str(output)]) == 1
+        assert message in capsys.readouterr().err
 
 
 def command(*options: Any) -> list[str]:
