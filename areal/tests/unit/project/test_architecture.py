@@ -69,7 +69,7 @@ from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 def hide(name, path=None, target=None):
     return None if name.split(".")[0] in {tuple(HOMES)!r} else find(name, path, target)
-PathFinder.find_spec = hide
+PathFinder.find_spec = staticmethod(hide)
 import areal.api, areal.utils.data, areal.engine.base, areal.dispatch
 from areal import FSDPEngine, create_engine
 print(FSDPEngine.__name__)
