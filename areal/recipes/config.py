@@ -36,9 +36,7 @@ class RunConfig(StrictConfig):
     evaluation: str | None = Field(
         default=None, description="Rows for evaluation, in the same forms; None takes `held_out` rows."
     )
-    held_out: int = Field(
-        default=0, ge=0, description="Rows of `dataset` that are evaluated on instead of trained on."
-    )
+    held_out: int = Field(default=0, ge=0, description="Rows of `dataset` that are evaluated on instead of trained on.")
     columns: dict[str, str] = Field(
         default={}, description="Names of the data's columns, by the names that the recipe reads."
     )

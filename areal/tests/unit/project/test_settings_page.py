@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +23,12 @@ CLASSES: dict[str, type[RunConfig]] = {
     "ppo": PPOConfig,
 }
 FILES = [
-    pytest.param(language.removeprefix("toml "), code, id=f"{page.path.stem}-{language.removeprefix('toml ')}")
+    pytest.param(name, code, id=f"{page.path.stem}-{name}")
     for page in pages(ROOT)
-    for language in (f"toml {name}" for name in CLASSES)
-    for _, code in page.blocks(language)
+    for _, code in page.blocks("toml")
+    for name in re.findall(r"\A# areal (\w+) run.toml$", code, re.MULTILINE)
 ]
+"""Files of settings, whose first line is a command."""
 
 
 @pytest.fixture(scope="module")
