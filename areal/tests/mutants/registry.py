@@ -13,6 +13,7 @@ import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
 import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
+import areal.tests.mutants.bugs.recipes
 import areal.tests.mutants.bugs.rollouts.chat
 import areal.tests.mutants.bugs.rollouts.episodes
 import areal.tests.mutants.bugs.rollouts.gateway
