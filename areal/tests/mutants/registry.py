@@ -13,10 +13,10 @@ import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
 import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
-import areal.tests.mutants.bugs.recipes
 import areal.tests.mutants.bugs.rollouts.chat
 import areal.tests.mutants.bugs.rollouts.episodes
 import areal.tests.mutants.bugs.rollouts.gateway
+import areal.tests.mutants.bugs.rollouts.recipes
 import areal.tests.mutants.bugs.rollouts.rewards
 import areal.tests.mutants.bugs.rollouts.rollout
 import areal.tests.mutants.bugs.rollouts.servers
