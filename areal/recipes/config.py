@@ -34,11 +34,9 @@ class RunConfig(StrictConfig):
         description="JSONL, JSON or Parquet file, a directory of `datasets`, or `module:function` that returns rows. None: rows are passed.",
     )
     evaluation: str | None = Field(
-        default=None, description="DataRows for evaluation, in the same forms; None takes `held_out` rows."
+        default=None, description="Rows for evaluation, in the same forms; None takes `held_out` rows."
     )
-    held_out: int = Field(
-        default=0, ge=0, description="DataRows of `dataset` that are evaluated on instead of trained on."
-    )
+    held_out: int = Field(default=0, ge=0, description="Rows of `dataset` that are evaluated on instead of trained on.")
     columns: dict[str, str] = Field(
         default={}, description="Names of the data's columns, by the names that the recipe reads."
     )
@@ -187,7 +185,7 @@ class RunConfig(StrictConfig):
 class FixedDataConfig(RunConfig):
     """Settings that recipes on a fixed data set have."""
 
-    batch_size: int = Field(default=32, gt=0, description="DataRows in a batch, over all ranks.")
+    batch_size: int = Field(default=32, gt=0, description="Rows in a batch, over all ranks.")
     shuffle: bool = Field(default=True, description="Draw a new order of the rows in each epoch.")
     max_length: int | None = Field(
         default=None,

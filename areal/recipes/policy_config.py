@@ -28,7 +28,7 @@ class PolicyConfig(RunConfig):
         default=None, gt=0, description="Maximum number of sampled tokens of an episode with tools; None for no limit."
     )
 
-    groups: int = Field(default=16, gt=0, description="DataRows in a batch, over all ranks.")
+    groups: int = Field(default=16, gt=0, description="Rows in a batch, over all ranks.")
     group_size: int = Field(default=8, gt=0, description="Answers to each row.")
     minibatches: int = Field(default=1, gt=0, description="Optimizer steps for each batch.")
     max_staleness: int = Field(
@@ -158,7 +158,7 @@ class PPOConfig(PolicyConfig):
     """Settings of PPO with a critic."""
 
     output: Path = Field(default=Path("runs/ppo"), description="Directory of the run.")
-    groups: int = Field(default=64, gt=0, description="DataRows in a batch, over all ranks.")
+    groups: int = Field(default=64, gt=0, description="Rows in a batch, over all ranks.")
     group_size: int = Field(default=1, gt=0, description="Answers to each row.")
     critic: str | None = Field(
         default=None, description="Model of the critic; None takes `model`. Its value head is new unless it has one."

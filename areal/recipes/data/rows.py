@@ -1,4 +1,4 @@
-"""DataRows of a data set, from files of common forms, or as they are."""
+"""Rows of a data set, from files of common forms, or as they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class DataRows(collections.abc.Sequence[Row]):
-    """DataRows of a data set, with the place of each for messages.
+    """Rows of a data set, with the place of each for messages.
 
     Args:
         rows: the rows.
@@ -81,7 +81,7 @@ class DataRows(collections.abc.Sequence[Row]):
 
 
 class _Renamed(collections.abc.Sequence[Row]):
-    """DataRows whose columns are renamed when they are read."""
+    """Rows whose columns are renamed when they are read."""
 
     def __init__(self, rows: collections.abc.Sequence[Row], columns: Mapping[str, str]) -> None:
         self._rows, self._columns = rows, columns

@@ -14,8 +14,8 @@ from areal.tests.lint.sources import ROOT, Sources, run
 WORDS, COLUMNS = 1200, 100
 """Limits of a page, and of its lines outside of code and tables."""
 
-LONGER = "CHANGELOG.md"
-"""A page that may be longer: it grows."""
+LONGER = ("CHANGELOG.md", "docs/configuration.md")
+"""Pages that may be longer: one grows, and one is generated."""
 
 _SVG_TEXT = "{http://www.w3.org/2000/svg}text"
 
@@ -55,7 +55,7 @@ def pages_are_short(files: Sources) -> Iterator[str]:
     """Words of a page."""
     for page in pages(files.root):
         words = len(page.text.split())
-        if words > WORDS and page.name != LONGER:
+        if words > WORDS and page.name not in LONGER:
             yield f"{page.name}:1: {words} words, and a page may have {WORDS}: make another page of a part"
 
 

@@ -1,4 +1,4 @@
-"""The three programs of the README run as they are pasted, in an empty folder, and print the same numbers on every layout."""
+"""The programs of the README run as they are pasted, in an empty folder, and print the same numbers on every layout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import pytest
 import areal
 from areal.tests.harness.processes import needs_own_world
 from areal.tests.tinker.sdk.server import KEY, Sdk, ServerProcess
+from areal.tests.unit.chat.chat_models import write_chat_model
+from areal.trainer.trackers import read_metrics
 
 ROOT = Path(areal.__file__).parents[1]
 BLOCK = re.compile(r"^```python( \w+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {name.strip(): code for name, code in BLOCK.findall((ROOT / "README.md").read_text())}
+RECIPE = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ALONE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -70,3 +73,15 @@ def test_client_by_the_sdk_trains_on_the_server(tmp_path: Path) -> None:
         assert losses[-1] < 0.8 * losses[0]
     finally:
         server.stop()
+
+
+def test_run_in_ten_lines_prints_a_reward(tmp_path: Path) -> None:
+    (code,) = RECIPE.findall((ROOT / "README.md").read_text())
+    lines = [line for line in code.splitlines() if line]
+    assert len(lines) <= 10
+    model, _ = write_chat_model(tmp_path)
+    small = code.replace("Qwen/Qwen2.5-0.5B-Instruct", model).replace(
+        "steps=50", "steps=1, groups=2, trackers=['jsonl']"
+    )
+    assert run(tmp_path, small) == [[0.0]]
+    assert set(read_metrics(tmp_path / "runs" / "grpo" / "metrics.jsonl")) == {0, 1}

@@ -10,6 +10,7 @@ ROWS = "unit/recipes/test_rows.py::test_{}"
 RECORD = "unit/recipes/test_record.py::test_{}"
 EVALUATION = "unit/recipes/test_policy_evaluation.py::test_{}"
 RUNS = "dist/recipes/test_policy_recipes.py::test_{}"
+PAGE = "unit/project/test_docs.py::test_code_blocks_run[docs/{}.md]"
 SUPERVISED = "dist/recipes/test_supervised_recipes.py::test_{}"
 
 
@@ -84,3 +85,13 @@ def evaluations_are_forgotten_by_a_resume(right: Function) -> Function:
 def patience_never_ends(right: Function) -> Function:
     """A run goes on, however many evaluations are not better."""
     return lambda self: False
+
+
+@mutant("areal.recipes.run:Run._add_evaluation", PAGE.format("run-directory"))
+def evaluations_of_a_run_are_not_logged(right: Function) -> Function:
+    """Evaluations are computed, and no tracker receives them."""
+
+    def wrong(self: Any) -> None:
+        self.results.add(self.trainer.step, self.evaluate())
+
+    return wrong
