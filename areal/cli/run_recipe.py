@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from torch.distributed.run import get_args_parser
 
 from areal import recipes
 from areal.api.config_sections import StrictConfig
@@ -29,6 +31,8 @@ _RECIPES = {
 }
 """Settings and run of each command, in ``areal.recipes``. The run is imported where it runs: the process that starts ranks needs none."""
 _FLAGS: dict[str, dict[str, Any]] = {"--resume": {"resume": True}, "--ray": {"workers": "ray"}}
+_SHUTDOWN_SECONDS = 3600
+"""Longest step after a first Ctrl-C. A second one ends the ranks at once."""
 _USAGE = """usage: areal {name} [CONFIG.toml] [key=value ...] [--dry-run] [--resume] [--ray]
 
 A key names a setting of the file, such as lr=1e-6 or engine.activation_checkpointing=full, and replaces it.
@@ -101,7 +105,8 @@ def read_settings(options: Sequence[str]) -> dict[str, Any]:
         ValueError: an option is no file, setting or flag; a file is missing, or no TOML.
     """
     settings: dict[str, Any] = {}
-    for option in options:
+    # Flags last: a file may have these settings too, as that of a record.
+    for option in sorted(options, key=lambda option: option in _FLAGS):
         if option in _FLAGS:
             settings |= _FLAGS[option]
         elif "=" in option and not option.startswith("-"):
@@ -118,9 +123,18 @@ def settings_help(config_class: type[StrictConfig]) -> str:
     """Return a line per setting: name, default and meaning."""
     lines = []
     for name, field in config_class.model_fields.items():
-        default = "required" if field.is_required() else repr(field.get_default())
+        default = "required" if field.is_required() else _shown(field.get_default())
         lines.append(f"  {name} ({default}): {field.description}")
     return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """Return a value in TOML's form; ``none`` for a setting that is left out."""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return json.dumps(value, default=str)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -166,6 +180,9 @@ def _processes(config: RunConfig) -> int:
 def _start_ranks(processes: int, name: str, options: Sequence[str]) -> None:
     """Become torchrun, which runs this command on each rank. Signals reach it as they would reach this process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    # After Ctrl-C, ranks end after their step, with a checkpoint. Older releases of torchrun kill them after 30 s.
+    if "--shutdown-timeout" in get_args_parser().format_help():
+        command += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
     os.execv(sys.executable, [*command, "-m", "areal.cli", name, *options])
 
 

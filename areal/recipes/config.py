@@ -121,6 +121,10 @@ class RunConfig(StrictConfig):
             raise ValueError(
                 f"text = True with chat_template = {self.chat_template!r}: plain text has no template; leave one of them out"
             )
+        if self.patience is not None and self.eval_every is None:
+            raise ValueError(
+                f"patience = {self.patience} without eval_every: it counts evaluations during training; set both, or leave it out"
+            )
         if self.ray and self.workers != "ray":
             raise ValueError(f"ray = {self.ray} without workers = 'ray': set it, or leave the options out")
         for name in ("wandb", "mlflow"):

@@ -120,7 +120,7 @@ class PolicyRun(Run[C], Generic[C]):
     def _prepare(self) -> None:
         config = self.config
         if self._episode is None:
-            self._user_reward()
+            answer_reward(self._user_reward(), self.text, self.messages)  # checks its parameters
         self._tools = self._tools or tuple(map(load_function, config.tools))
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
         self.chat = renderer(config, self._tools)

@@ -17,7 +17,7 @@ from areal.recipes.data.rows import DataRows
 from areal.recipes.engines import Engines
 from areal.recipes.interrupt import EXIT_CODE, Interrupt
 from areal.recipes.record.progress import Results
-from areal.recipes.record.run_record import check_record, start_record
+from areal.recipes.record.run_record import check_record, check_rows_of_record, start_record
 from areal.recipes.record.trackers import make_trackers
 from areal.recipes.setup import checkpoints_of
 from areal.trainer.checkpoints import Checkpoints
@@ -74,6 +74,11 @@ class Run(ABC, Generic[C]):
         self._built = False
         check_record(config)
         self._prepare()
+        for name in ("eval_every", "keep_best") if self.held_out is None else ():
+            if value := getattr(config, name):
+                raise ValueError(
+                    f"{name} = {value} without rows for evaluation: set evaluation or held_out, or leave it out"
+                )
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -105,10 +110,12 @@ class Run(ABC, Generic[C]):
         """
         if not self._built:
             self._built = True
+            fingerprints = self._fingerprints()
+            check_rows_of_record(self.config, fingerprints)
             try:
                 self.engines = Engines(self.config, self.closing)
                 if self.speaks:
-                    start_record(self.config, self.recipe, self._fingerprints())
+                    start_record(self.config, self.recipe, fingerprints)
                 self._build()
             except BaseException:
                 self.closing.close()

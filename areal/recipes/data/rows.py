@@ -107,6 +107,8 @@ def read_rows(source: Any) -> DataRows:
     Raises:
         ValueError: there is no such file; it has another form (names file and line); there are no rows, or one is no mapping.
     """
+    if not isinstance(source, str | Path) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise ValueError(f"dataset = {source!r:.80}: pass a sequence of rows, such as a list, or where they are")
     rows = _named(source) if isinstance(source, str | Path) else DataRows(source, type(source).__name__)
     if not len(rows):
         raise ValueError(f"{rows.name} has no rows")

@@ -75,6 +75,24 @@ def start_record(config: RunConfig, recipe: str, fingerprints: Mapping[str, str]
         file.write(json.dumps(start) + "\n")
 
 
+def check_rows_of_record(config: RunConfig, fingerprints: Mapping[str, str]) -> None:
+    """Check that a run goes on with the rows with which it began. Called by every rank.
+
+    Raises:
+        ValueError: the rows differ.
+    """
+    starts = config.output / STARTS
+    if not (config.resume and starts.exists()):
+        return
+    began = json.loads(starts.read_text(encoding="utf-8").splitlines()[0])["rows"]
+    for name, fingerprint in fingerprints.items():
+        if began.get(name) != fingerprint:
+            raise ValueError(
+                f"{name}: the rows are not those with which the run in {str(config.output)!r} began: go on with these, or begin another run in "
+                "another output"
+            )
+
+
 def check_record(config: RunConfig) -> None:
     """Check that a run may begin, or go on, in its directory. Called by every rank.
 

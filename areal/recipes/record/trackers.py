@@ -38,7 +38,9 @@ def make_trackers(config: RunConfig, steps: int, shown: tuple[str, ...]) -> Trac
         "mlflow": lambda: _mlflow(config),
     }
     if not config.resume:
-        (config.output / METRICS).unlink(missing_ok=True)
+        # Of an earlier run in this directory.
+        for name in (METRICS, "wandb-run-id", "mlflow-run-id"):
+            (config.output / name).unlink(missing_ok=True)
     made = []
     for name in config.trackers:
         try:

@@ -47,6 +47,9 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
     assert (got["lr"], got["steps"], got["system"], got["resume"]) == (1e-6, 7, "Be short.", True)
     assert got["engine"] == {"activation_checkpointing": "full", "fsdp": {"compile": True}}
     assert GRPOConfig(**got).engine_config().activation_checkpointing == "full"
+    resumed = file.parent / "resumed.toml"
+    resumed.write_text("resume = false")
+    assert read_settings(["--resume", str(resumed)]) == {"resume": True}
     assert read_settings(["engine.grad_sync=call", str(file)])["engine"] == {
         "grad_sync": "call",
         "activation_checkpointing": "full",
@@ -71,6 +74,9 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
         (["backend=fsdp:d2t"], "fsdp:d2t"),
         (["servers=['a']", "start_server=vllm serve"], "both generate; leave one of them out"),
         (["max_new_tokens=999"], "and the model's context is 256: leave out long rows, or lower the number"),
+        (["patience=2"], "patience = 2 without eval_every: it counts evaluations during training"),
+        (["eval_every=1"], "eval_every = 1 without rows for evaluation: set evaluation or held_out"),
+        (["reward=builtins:abs"], "it is called with (row, answer), or (row, answer, messages)"),
         (["text=true", "tools=['a:b']"], "text = True with tools: calls need a chat template"),
     ],
 )
@@ -105,6 +111,9 @@ def test_help_names_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "usage: areal grpo [CONFIG.toml]" in text
     assert all(f"\n  {name} (" in text for name in GRPOConfig.model_fields)
+    assert "\n  servers ([]): " in text
+    assert '\n  output ("runs/grpo"): ' in text
+    assert "\n  epochs (none): " in text
     assert all(field.description for field in GRPOConfig.model_fields.values())
 
 

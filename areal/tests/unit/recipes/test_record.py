@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal.recipes import GRPOConfig, SFTConfig
-from areal.recipes.record.run_record import check_record, start_record
+from areal.recipes.record.run_record import check_record, check_rows_of_record, start_record
 from areal.recipes.record.samples import SampleLog
 from areal.recipes.record.trackers import make_trackers
 
@@ -50,12 +50,15 @@ def test_record_has_settings_code_and_each_start(tmp_path: Path, monkeypatch: py
 
 def test_another_run_does_not_replace_checkpoints(tmp_path: Path) -> None:
     check_record(config(tmp_path))
-    start_record(config(tmp_path, steps=3), "sft", {})
+    start_record(config(tmp_path, steps=3), "sft", {"dataset": "abc"})
     check_record(config(tmp_path, steps=3))
     (tmp_path / "checkpoints" / "model" / "step-000002").mkdir(parents=True)
     with pytest.raises(ValueError, match="has checkpoints, such as step-000002: set resume = true"):
         check_record(config(tmp_path, steps=3))
     check_record(config(tmp_path, steps=9, resume=True, backend="fsdp:d2"))
+    with pytest.raises(ValueError, match="dataset: the rows are not those with which the run in"):
+        check_rows_of_record(config(tmp_path, resume=True), {"dataset": "other"})
+    check_rows_of_record(config(tmp_path, resume=True), {"dataset": "abc"})
     with pytest.raises(ValueError, match=r"seed = 5, and the run in .* began with 0"):
         check_record(config(tmp_path, seed=5, resume=True))
 

@@ -66,6 +66,8 @@ def test_other_mistakes(tmp_path: Path) -> None:
     written(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"there is no such file: did you mean '.*/train\.jsonl'\?"):
         read_rows(str(tmp_path / "trian.jsonl"))
+    with pytest.raises(ValueError, match="pass a sequence of rows, such as a list, or where they are"):
+        read_rows(iter(ROWS))
     with pytest.raises(ValueError, match="row 0: a row is a mapping of columns, and this is a str"):
         read_rows(["a"])
 
