@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -62,7 +63,8 @@ class PolicyRun(Run[C], Generic[C]):
         engine: engine to train, not initialized.
         rollout: generates answers.
         sync: sends weights to ``rollout``; ``None`` calls its ``sync`` or ``update``.
-        episode: plays a row, in training and in evaluation; it has the reward.
+        episode: plays a row; it has the reward.
+        eval_episode: plays a row of the evaluation; ``None`` takes ``episode``, or makes one with the settings of the evaluation.
         objective: loss to minimise.
         estimator: computes advantages.
         keep: returns False for groups to replace.
@@ -103,6 +105,7 @@ class PolicyRun(Run[C], Generic[C]):
         rollout: RolloutClient | None = None,
         sync: Sync | None = None,
         episode: Episode | None = None,
+        eval_episode: Episode | None = None,
         objective: Objective | None = None,
         estimator: Estimator | None = None,
         keep: Keep | None = None,
@@ -110,6 +113,7 @@ class PolicyRun(Run[C], Generic[C]):
     ) -> None:
         self._dataset, self._reward, self._evaluation_rows, self._tools = dataset, reward, evaluation, tuple(tools)
         self._engine, self._rollout, self._sync, self._episode = engine, rollout, sync, episode
+        self._eval_episode = eval_episode
         self._objective, self._estimator, self._keep = objective, estimator, keep
         super().__init__(config, tracker)
 
@@ -122,6 +126,11 @@ class PolicyRun(Run[C], Generic[C]):
         if self._episode is None:
             answer_reward(self._user_reward(), self.text, self.messages)  # checks its parameters
         self._tools = self._tools or tuple(map(load_function, config.tools))
+        for name in ("max_turns", "max_episode_tokens") if not self._tools else ():
+            if getattr(config, name) != type(config).model_fields[name].default:
+                raise ValueError(
+                    f"{name} = {getattr(config, name)} without tools: an episode has one answer; leave it out"
+                )
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
         self.chat = renderer(config, self._tools)
         self._max_context = self._needed_context()
@@ -233,10 +242,20 @@ class PolicyRun(Run[C], Generic[C]):
         return log
 
     def _make_evaluation(self, rows: DataRows) -> PolicyEvaluation:
+        """Return the evaluation.
+
+        Raises:
+            ValueError: the runner enters the episode, so that another one is needed.
+        """
         config = self.config
-        episode = self._episode or self._make_episode(config.eval_temperature)
-        if episode is not self._episode:
+        episode = self._eval_episode or self._episode
+        if episode is None:
+            episode = self._make_episode(config.eval_temperature)
             self.closing.callback(getattr(episode, "close", lambda: None))
+        elif episode is self._episode and isinstance(episode, AbstractAsyncContextManager):
+            raise ValueError(
+                f"episode = {type(episode).__name__}, which the runner enters, with rows for evaluation: pass another one as eval_episode"
+            )
         return PolicyEvaluation(
             self.rollout,
             episode,

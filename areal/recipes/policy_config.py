@@ -98,11 +98,6 @@ class PolicyConfig(RunConfig):
             )
         if self.tools and self.text:
             raise ValueError("text = True with tools: calls need a chat template; leave one of them out")
-        for name in ("max_turns", "max_episode_tokens"):
-            if not self.tools and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)} without tools: an episode has one answer; leave it out"
-                )
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
             raise ValueError(
                 f"overlong_tokens = {self.overlong_tokens} with max_new_tokens = {self.max_new_tokens}: it is at most that"

@@ -7,10 +7,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib.figure import Figure
 
 PANELS = {

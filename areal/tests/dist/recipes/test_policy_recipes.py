@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal.api import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.chat import Chat
 from areal.engine.registry import create_engine
-from areal.inference import LocalRollout, Sampling
+from areal.inference import Completion, LocalRollout, Sampling
 from areal.recipes import GRPOConfig, GRPORun, grpo, ppo
 from areal.tests.dist.recipes.policy_runs import REWARDS, SMALL, curve, curve_of_one_process, evaluated_run
 from areal.tests.harness import tiny
@@ -129,6 +129,78 @@ def test_ppo_trains_policy_and_critic(backend: str, tmp_path: Path) -> None:
     assert len(got["critic/loss"]) == 3
     assert min(got["actor/grad_norm"]) > 0
     assert min(got["critic/loss"]) > 0
+
+
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+    '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: any.
+    """
+    return 2 * number
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_tools_make_episodes_of_turns(backend: str, tmp_path: Path) -> None:
+    """A stand-in for the model calls the tool, and its reward sees the conversation."""
+    (tmp_path / "template.jinja").write_text(TOOLS)
+    seen: list[Any] = []
+
+    def judge(row: Any, answer: str, messages: Any) -> float:
+        seen.append([message["role"] for message in messages])
+        return float("tool" in seen[-1])
+
+    class Caller:
+        """Writes a call, and then an answer; each second episode answers at once."""
+
+        version, count = 0, 0
+
+        async def generate(self, prompt_ids: Any, sampling: Any) -> Completion:
+            text = run.chat.template.tokenizer.decode(prompt_ids)
+            self.count += 1
+            call = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
+            answer = "8" if "tool\n8" in text or self.count % 2 else call
+            tokens = (*run.chat.template.tokenizer(f"{answer}<|im_end|>")["input_ids"],)
+            ids = torch.tensor([*prompt_ids, *tokens])
+            (logprobs,) = run.engine.forward_batch([{"input_ids": ids}])
+            mine = logprobs[len(prompt_ids) - 1 : len(ids) - 1].tolist()
+            return Completion(tokens, (*mine,), (self.version,) * len(tokens), "stop", sampling)
+
+    config = GRPOConfig(
+        model=recipe_model(),
+        backend=backend,
+        output=tmp_path / "run",
+        chat_template=str(tmp_path / "template.jinja"),
+        max_turns=3,
+        max_episode_tokens=200,
+        **{**SMALL, "max_new_tokens": 80, "steps": 1},
+    )
+    rollout: Any = Caller()
+    run = GRPORun(
+        config,
+        rows(8),
+        judge,
+        tools=[double],
+        rollout=rollout,
+        sync=lambda engine, version: setattr(rollout, "version", version),
+    )
+    run.train()
+    got = curve(tmp_path / "run", ("rollout/turns", "rollout/tool_calls", "rollout/tool_errors", "rollout/reward"))
+    assert got["rollout/tool_errors"] == [0.0]
+    assert 0 < got["rollout/tool_calls"][0] < 1
+    assert got["rollout/turns"][0] == 1 + got["rollout/tool_calls"][0]
+    assert got["rollout/reward"] == got["rollout/tool_calls"]
+    assert ["user", "assistant", "tool", "assistant"] in seen
+    with pytest.raises(ValueError, match="max_turns = 3 without tools: an episode has one answer"):
+        GRPORun(config.model_copy(update={"output": tmp_path / "other"}), rows(8), reward)
 
 
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
