@@ -52,10 +52,14 @@ class DataRows(collections.abc.Sequence[Row]):
         return f"{self.name}:{self._lines[index]}" if self._lines is not None else f"{self.name}, row {index}"
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of all rows as JSON with sorted keys, in hexadecimal digits; equal for equal rows of any source."""
+        """Return the SHA-256 of all rows as JSON with sorted keys and without nulls, in hexadecimal digits.
+
+        Equal for equal rows of any source.
+        """
         digest = hashlib.sha256()
         for row in self:
-            digest.update(json.dumps(row, sort_keys=True, default=str, ensure_ascii=False).encode() + b"\n")
+            text = json.dumps(without_nulls(row), sort_keys=True, default=str, ensure_ascii=False)
+            digest.update(text.encode() + b"\n")
         return digest.hexdigest()
 
     def taken(self, indices: collections.abc.Sequence[int]) -> DataRows:
@@ -78,6 +82,28 @@ class DataRows(collections.abc.Sequence[Row]):
                 hint = f": did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"columns: {self.place(0)} has no column {old!r}, but {sorted(self[0])}{hint}")
         return DataRows(_Renamed(self._rows, columns), self.name, self._lines)
+
+
+class _WithoutNulls(collections.abc.Sequence[Row]):
+    """Rows of a table, whose missing values are null, as they were before: without these keys, at any depth."""
+
+    def __init__(self, rows: collections.abc.Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __getitem__(self, index: Any) -> Any:
+        return without_nulls(self._rows[index])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys of mappings whose value is ``None``, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(each) for each in value]
+    return value
 
 
 class _Renamed(collections.abc.Sequence[Row]):
@@ -109,12 +135,18 @@ def read_rows(source: Any) -> DataRows:
     """
     if not isinstance(source, str | Path) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise ValueError(f"dataset = {source!r:.80}: pass a sequence of rows, such as a list, or where they are")
-    rows = _named(source) if isinstance(source, str | Path) else DataRows(source, type(source).__name__)
+    rows = _named(source) if isinstance(source, str | Path) else _passed(source)
     if not len(rows):
         raise ValueError(f"{rows.name} has no rows")
     if not isinstance(rows[0], Mapping):
         raise ValueError(f"{rows.place(0)}: a row is a mapping of columns, and this is a {type(rows[0]).__name__}")
     return rows
+
+
+def _passed(source: Any) -> DataRows:
+    """Return rows that were passed. Those of ``datasets`` are a table."""
+    is_table = type(source).__module__.split(".")[0] == "datasets"
+    return DataRows(_WithoutNulls(source) if is_table else source, type(source).__name__)
 
 
 def split_rows(rows: DataRows, held_out: int, seed: int) -> tuple[DataRows, DataRows]:
@@ -150,7 +182,7 @@ def _from_file(path: Path) -> DataRows:
     if path.suffix == ".jsonl":
         return _from_lines(path)
     if path.suffix == ".parquet":
-        return DataRows(_saved(path).read_parquet(path), str(path))
+        return DataRows(_WithoutNulls(_saved(path).read_parquet(path)), str(path))
     if path.suffix != ".json":
         raise ValueError(f"dataset = {str(path)!r}: expected a file that ends with {', '.join(_SUFFIXES)}")
     try:
@@ -182,7 +214,7 @@ def _from_lines(path: Path) -> DataRows:
 def _from_directory(path: Path, split: str | None) -> DataRows:
     data = _saved(path).read_directory(path)
     if not isinstance(data, dict):
-        return DataRows(data, str(path))
+        return DataRows(_WithoutNulls(data), str(path))
     splits = sorted(data)
     if split is None and len(splits) == 1:
         split = splits[0]
@@ -190,7 +222,7 @@ def _from_directory(path: Path, split: str | None) -> DataRows:
         raise ValueError(
             f"dataset = {str(path)!r} has the splits {', '.join(splits)}: name one, such as '{path}:{splits[0]}'"
         )
-    return DataRows(data[split], f"{path}:{split}")
+    return DataRows(_WithoutNulls(data[split]), f"{path}:{split}")
 
 
 def _saved(path: Path) -> Any:

@@ -41,6 +41,14 @@ def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:
         assert list(read_rows(source)) == ROWS
         assert read_rows(source).fingerprint() == read_rows(ROWS).fingerprint()
     assert list(read_rows(f"{tmp_path}/two:test")) == ROWS[2:]
+    # A table has every key in every row: those that were not there are null.
+    calls = {"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g", "arguments": {"b": [None]}}}
+    uneven = [{"id": 1, "messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls] + [{"id": 2}]
+    table = datasets.Dataset.from_list(uneven)
+    table.to_parquet(str(tmp_path / "uneven.parquet"))
+    for source in (table, tmp_path / "uneven.parquet"):
+        assert list(read_rows(source)) == uneven
+        assert read_rows(source).fingerprint() == read_rows(uneven).fingerprint()
     with pytest.raises(ValueError, match=r"has the splits test, train: name one, such as '.*two:test'"):
         read_rows(str(tmp_path / "two"))
 
