@@ -24,6 +24,7 @@ TWIN = "{}_on_megatron"
 OTHERS = (
     "areal.engine.fsdp",
     "areal.engine.torch",
+    "areal.recipes",
     "torch.distributed.fsdp",
     "areal.engine.schedule:SequentialSchedule",
     "areal.engine.optimizer:global_norm",  # Megatron has its own
