@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from areal.chat.answer import Message
 from areal.inference.protocol import Completion
+from areal.recipes.data.rows import Row
+from areal.trainer.rollout.call_pool import is_async
 
-Row = Mapping[str, Any]
-Message = dict[str, Any]
 UserReward = Callable[..., Any]
 """Function ``(row, answer)`` or ``(row, answer, messages)`` that returns a number, or a coroutine function: ``answer`` is the text of the last
 answer, and ``messages`` is the whole conversation."""
@@ -29,7 +30,7 @@ def answer_reward(
         ValueError: ``reward`` is no function, or takes other parameters.
     """
     shows_messages = _takes_messages(reward)
-    kind = _AsyncReward if _is_async(reward) else _Reward
+    kind = _AsyncReward if is_async(reward) else _Reward
     return kind(reward, text, prompt, shows_messages)
 
 
@@ -62,10 +63,6 @@ class _Reward:
 class _AsyncReward(_Reward):
     async def __call__(self, row: Row, answered: Completion | list[Message]) -> Any:
         return await self._reward(*self._arguments(row, answered))
-
-
-def _is_async(reward: UserReward) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
 def _takes_messages(reward: UserReward) -> bool:

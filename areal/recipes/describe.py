@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM
 
 from areal.api import TrainEngineConfig
 from areal.engine.model.hub import read_config
 from areal.recipes.run import Run
-from areal.recipes.setup import tokenizer_of
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -18,14 +17,13 @@ _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 def description(run: Run[Any]) -> str:
     """Return a text of several lines. No engine is made."""
     config = run.config
-    tokenizer = tokenizer_of(config)
     return "\n".join(
         (
             config.model_dump_json(indent=2, exclude_defaults=True),
             f"{config.backend}: {config.engine_config().dims.world_size} ranks, {config.compute_dtype}",
             memory(config.engine_config()),
             "first row, with trained tokens in [[ ]]:",
-            rendered(run, tokenizer),
+            rendered(run),
         )
     )
 
@@ -46,10 +44,10 @@ def memory(config: TrainEngineConfig) -> str:
     )
 
 
-def rendered(run: Run[Any], tokenizer: PreTrainedTokenizerBase) -> str:
+def rendered(run: Run[Any]) -> str:
     """Return the text of the first row, with trained parts in double brackets."""
     parts = []
     for segment in run.first_sample():
-        text = str(tokenizer.decode(list(segment.tokens)))
+        text = str(run.tokenizer.decode(list(segment.tokens)))
         parts.append(f"[[{text}]]" if segment.trainable else text)
     return "".join(parts)

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -31,13 +31,17 @@ def load_function(name: str) -> Callable[..., Any]:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1)
-            hint = f": did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{name!r}: {where} has no {part!r}{hint}")
+            raise ValueError(f"{name!r}: {where} has no {part!r}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}, and not a function")
     return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message that names what was probably meant; empty if nothing is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def function_name(function: Callable[..., Any]) -> str | None:

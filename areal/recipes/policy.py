@@ -124,7 +124,7 @@ class PolicyRun(Run[C], Generic[C]):
     def _prepare(self) -> None:
         config = self.config
         if self._episode is None:
-            answer_reward(self._user_reward(), self.text, self.messages)  # checks its parameters
+            self._judge = answer_reward(self._user_reward(), self.text, self.messages)
         self._tools = self._tools or tuple(map(load_function, config.tools))
         for name in ("max_turns", "max_episode_tokens") if not self._tools else ():
             if getattr(config, name) != type(config).model_fields[name].default:
@@ -132,7 +132,7 @@ class PolicyRun(Run[C], Generic[C]):
                     f"{name} = {getattr(config, name)} without tools: an episode has one answer; leave it out"
                 )
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
-        self.chat = renderer(config, self._tools)
+        self.chat = renderer(config, self.tokenizer, self._tools)
         self._max_context = self._needed_context()
 
     def _build(self) -> None:
@@ -170,9 +170,7 @@ class PolicyRun(Run[C], Generic[C]):
         """Send the engine's weights to the rollout, and play the held-out rows; empty without any. Collective."""
         if self.evaluation is None:
             return {}
-        # Before the first step, and after a resume, the rollout has other weights.
-        if self.rollout.version != self.engine.version or not self.trainer.step:
-            self.sync(self.engine, self.engine.version)
+        self.trainer.send_weights()
         return self.evaluation()
 
     # ---- parts
@@ -219,7 +217,7 @@ class PolicyRun(Run[C], Generic[C]):
 
     def _make_episode(self, temperature: float) -> Episode:
         config = self.config
-        reward = RewardPool(answer_reward(self._user_reward(), self.text, self.messages), seconds=config.reward_seconds)
+        reward = RewardPool(self._judge, seconds=config.reward_seconds)
         sampling = config.sampling(self.chat.stop_token_ids, temperature=temperature)
         if isinstance(self.chat, Text) or not self._tools:
             return SingleTurn(self.prompt, reward, sampling)
@@ -237,7 +235,7 @@ class PolicyRun(Run[C], Generic[C]):
         config = self.config
         if not (self.speaks and config.logged_groups):
             return None
-        log = SampleLog(config.output, config.logged_groups, decoder(config), append=config.resume)
+        log = SampleLog(config.output, config.logged_groups, decoder(self.tokenizer), append=config.resume)
         self.closing.callback(log.close)
         return log
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from functools import cached_property
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -19,7 +20,7 @@ from areal.recipes.interrupt import EXIT_CODE, Interrupt
 from areal.recipes.record.progress import Results
 from areal.recipes.record.run_record import check_record, check_rows_of_record, start_record
 from areal.recipes.record.trackers import make_trackers
-from areal.recipes.setup import checkpoints_of
+from areal.recipes.setup import checkpoints_of, tokenizer_of
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.ppo import PPOTrainer
 from areal.trainer.supervised import SupervisedTrainer
@@ -38,6 +39,7 @@ class Run(ABC, Generic[C]):
 
     Attributes:
         config: settings.
+        tokenizer: tokenizer of the model, with the chat template of the settings.
         rows: rows to train on.
         held_out: rows for evaluation; ``None`` without any.
         engine: engine that is trained, initialized.
@@ -73,6 +75,7 @@ class Run(ABC, Generic[C]):
         self.closing = ExitStack()
         self._built = False
         check_record(config)
+        self.tokenizer = tokenizer_of(config)
         self._prepare()
         for name in ("eval_every", "keep_best") if self.held_out is None else ():
             if value := getattr(config, name):
@@ -84,8 +87,9 @@ class Run(ABC, Generic[C]):
     def _prepare(self) -> None:
         """Read and check what needs no engine: rows, template, functions."""
 
-    def _fingerprints(self) -> dict[str, str]:
-        """Return the hash of the rows, by the name of their setting."""
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Hash of the rows, by the name of their setting. Computed where it is needed: for many rows it takes seconds."""
         return {"dataset": self.rows.fingerprint()} | (
             {} if self.held_out is None else {"evaluation": self.held_out.fingerprint()}
         )
@@ -110,12 +114,12 @@ class Run(ABC, Generic[C]):
         """
         if not self._built:
             self._built = True
-            fingerprints = self._fingerprints()
-            check_rows_of_record(self.config, fingerprints)
+            if self.config.resume:
+                check_rows_of_record(self.config, self.fingerprints)
             try:
                 self.engines = Engines(self.config, self.closing)
                 if self.speaks:
-                    start_record(self.config, self.recipe, fingerprints)
+                    start_record(self.config, self.recipe, self.fingerprints)
                 self._build()
             except BaseException:
                 self.closing.close()
@@ -204,7 +208,7 @@ class Run(ABC, Generic[C]):
         self.engine.save(SaveLoadMeta(self.config.output / name, weight_format="hf"))
 
     def _save_interrupted(self) -> None:
-        self.trainer.save()
+        self.checkpoints.save(self.trainer.engines(), self.trainer.step, self.trainer.stateful())
         self.say(
             f"interrupted after step {self.trainer.step} of {self.steps}; a checkpoint was saved: resume = true continues"
         )

@@ -66,13 +66,12 @@ def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def renderer(config: RunConfig, tools: tuple[Any, ...] = ()) -> Chat | Text:
+def renderer(config: RunConfig, tokenizer: PreTrainedTokenizerBase, tools: tuple[Any, ...] = ()) -> Chat | Text:
     """Return what turns messages into tokens: the chat template, or plain text.
 
     Raises:
         ValueError: the tokenizer has no chat template, or it does not support the tools.
     """
-    tokenizer = tokenizer_of(config)
     if config.text:
         return Text(tokenizer)
     if tokenizer.chat_template is None:
@@ -82,9 +81,8 @@ def renderer(config: RunConfig, tools: tuple[Any, ...] = ()) -> Chat | Text:
     return Chat(tokenizer, tools, **config.template_options)
 
 
-def decoder(config: RunConfig) -> Callable[[Sequence[int]], str]:
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """Return a function from token ids to text, with special tokens."""
-    tokenizer = tokenizer_of(config)
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

@@ -85,9 +85,10 @@ class SupervisedRun(Run[C], Generic[C]):
 
     def _prepare(self) -> None:
         self.rows, self.held_out = own_rows(self.config, self.kind, self._dataset, self._evaluation)
-        self.chat = renderer(self.config)
-        self._train_items = self._items(self.rows)
-        self._held_out_items = [] if self.held_out is None else self._items(self.held_out)
+        self.chat = renderer(self.config, self.tokenizer)
+        limit = self.config.max_length or max_positions(read_config(self.config.model))
+        self._train_items = self._items(self.rows, limit)
+        self._held_out_items = [] if self.held_out is None else self._items(self.held_out, limit)
 
     def _build(self) -> None:
         config, items = self.config, self._train_items
@@ -106,13 +107,12 @@ class SupervisedRun(Run[C], Generic[C]):
         self._start_tracking()
         self.trainer = self._make_trainer({"tracker": self.tracker, "checkpoints": self.checkpoints})
 
-    def _items(self, rows: DataRows) -> list[Any]:
+    def _items(self, rows: DataRows, limit: int | None) -> list[Any]:
         """Return the items of all rows.
 
         Raises:
             ValueError: a row is longer than the model's context, or than ``max_length``.
         """
-        limit = self.config.max_length or max_positions(read_config(self.config.model))
         items = []
         for number, row in enumerate(rows):
             items.append(self.item(row))

@@ -193,13 +193,13 @@ class PPOTrainer:
             RuntimeError: every episode of a batch failed; the message has the first error.
         """
         # The rollout engine may have older weights, or none: before the first step and after a resume.
-        if self._synced != self.engine.version:
-            self._sync()
+        self.send_weights()
+        self.runner.advance(self.step)
         while self.step < steps:
             scalars = self.take_step()
             self._tracker.log(self.step, scalars)
             if self._checkpoints is not None:
-                self._checkpoints.save_if_due(self.engines(), self.step, self._stateful())
+                self._checkpoints.save_if_due(self.engines(), self.step, self.stateful())
             if after_step is not None and after_step(scalars) is False:
                 return
 
@@ -239,15 +239,16 @@ class PPOTrainer:
         # 4. New weights to the rollout engine, which lets the runner start further groups.
         self.step += 1
         self.engine.set_version(self.engine.version + 1)
-        self._sync()
+        self.send_weights()
+        self.runner.advance(self.step)
         timer.lap("sync")
         return scalars | timer.scalars()
 
-    def _sync(self) -> None:
-        """Send the policy's weights to the rollout engine, and let the runner go on."""
-        self.sync(self.engine, self.engine.version)
-        self._synced = self.engine.version
-        self.runner.advance(self.step)
+    def send_weights(self) -> None:
+        """Send the policy's weights to the rollout engine, unless it has them. Collective."""
+        if self._synced != self.engine.version:
+            self.sync(self.engine, self.engine.version)
+            self._synced = self.engine.version
 
     def score(self, samples: list[Sample], untrained: Sequence[Sample] = ()) -> list[Sample]:
         """Return samples with ``old_logprobs``, ``ref_logprobs`` (with a reference), ``old_values`` (with a critic), and advantages.
@@ -337,24 +338,14 @@ class PPOTrainer:
         """
         found = None
         if self._checkpoints is not None:
-            found = self._checkpoints.resume(self.engines(), self._stateful())
+            found = self._checkpoints.resume(self.engines(), self.stateful())
         if found is None and self._synced is not None and self.engine.version == self._first_version:
             self.load_state_dict({"step": 0, "runner": [Runner.NOTHING_PLAYED] * self.runner.size})
         # A transfer of weights may have been interrupted, which a comparison of versions would not show.
         self._synced = None
         return self.step
 
-    def save(self) -> None:
-        """Save a checkpoint now. Collective.
-
-        Raises:
-            RuntimeError: the trainer has no ``checkpoints``.
-        """
-        if self._checkpoints is None:
-            raise RuntimeError("checkpoints = None: pass a Checkpoints to the trainer")
-        self._checkpoints.save(self.engines(), self.step, self._stateful())
-
-    def _stateful(self) -> dict[str, Stateful]:
+    def stateful(self) -> dict[str, Stateful]:
         """Return the state of the run besides the engines."""
         return {"trainer": self}
 

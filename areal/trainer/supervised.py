@@ -80,7 +80,7 @@ class SupervisedTrainer:
         """
         found = None
         if self._checkpoints is not None:
-            found = self._checkpoints.resume(self.engines(), self._stateful())
+            found = self._checkpoints.resume(self.engines(), self.stateful())
         if found is None:
             self._loader.load_state_dict(self._first_position)
         self.step = found or 0
@@ -108,24 +108,14 @@ class SupervisedTrainer:
         self.step += 1
         self._tracker.log(self.step, step_scalars("train", output))
         if self._checkpoints is not None:
-            self._checkpoints.save_if_due(self.engines(), self.step, self._stateful())
+            self._checkpoints.save_if_due(self.engines(), self.step, self.stateful())
         return output
-
-    def save(self) -> None:
-        """Save a checkpoint now. Collective.
-
-        Raises:
-            RuntimeError: the trainer has no ``checkpoints``.
-        """
-        if self._checkpoints is None:
-            raise RuntimeError("checkpoints = None: pass a Checkpoints to the trainer")
-        self._checkpoints.save(self.engines(), self.step, self._stateful())
 
     def engines(self) -> dict[str, TrainEngine]:
         """Return the engines by the names of their checkpoints."""
         return {"model": self.engine}
 
-    def _stateful(self) -> dict[str, Stateful]:
+    def stateful(self) -> dict[str, Stateful]:
         """Return the state of the run besides the engine."""
         return {"loader": self._loader}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal.chat import Chat
 from areal.chat.answer import Message
-from areal.recipes.data.rows import DataRows, Row, lines_of
+from areal.recipes.data.rows import DataRows, Row
 from areal.recipes.data.text import Text
 from areal.trainer.preference import Pair
 
@@ -122,11 +122,11 @@ def check_rows(rows: DataRows, kind: str, system: str = "") -> None:
         ValueError: names the place of the first row that is wrong.
     """
     read = _READ[kind]
-    for place, row in lines_of(rows):
+    for number, row in enumerate(rows):
         try:
             read(row, system)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"{rows.place(number)}: {error}") from None
 
 
 def _messages(name: str, value: Any, role: str) -> list[Message]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import collections.abc
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
-from areal.recipes.functions import load_function
+from areal.recipes.functions import did_you_mean, load_function
 
 Row = Mapping[str, Any]
 _SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -78,8 +77,7 @@ class DataRows(collections.abc.Sequence[Row]):
         """
         for old in columns.values():
             if old not in self[0]:
-                near = get_close_matches(old, list(self[0]), n=1)
-                hint = f": did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(old, self[0])
                 raise ValueError(f"columns: {self.place(0)} has no column {old!r}, but {sorted(self[0])}{hint}")
         return DataRows(_Renamed(self._rows, columns), self.name, self._lines)
 
@@ -133,8 +131,6 @@ def read_rows(source: Any) -> DataRows:
     Raises:
         ValueError: there is no such file; it has another form (names file and line); there are no rows, or one is no mapping.
     """
-    if not isinstance(source, str | Path) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise ValueError(f"dataset = {source!r:.80}: pass a sequence of rows, such as a list, or where they are")
     rows = _named(source) if isinstance(source, str | Path) else _passed(source)
     if not len(rows):
         raise ValueError(f"{rows.name} has no rows")
@@ -145,6 +141,8 @@ def read_rows(source: Any) -> DataRows:
 
 def _passed(source: Any) -> DataRows:
     """Return rows that were passed. Those of ``datasets`` are a table."""
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise ValueError(f"dataset = {source!r:.80}: pass a sequence of rows, such as a list, or where they are")
     is_table = type(source).__module__.split(".")[0] == "datasets"
     return DataRows(_WithoutNulls(source) if is_table else source, type(source).__name__)
 
@@ -172,10 +170,8 @@ def _named(source: str | Path) -> DataRows:
         return _from_directory(Path(folder), part)
     if colon:
         return DataRows(list(load_function(text)()), text)
-    names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, names, n=1)
-    hint = f": did you mean {str(path.parent / near[0])!r}?" if near else ""
-    raise ValueError(f"dataset = {text!r}: there is no such file{hint}")
+    near = map(str, path.parent.iterdir()) if path.parent.is_dir() else ()
+    raise ValueError(f"dataset = {text!r}: there is no such file{did_you_mean(str(path), near)}")
 
 
 def _from_file(path: Path) -> DataRows:
@@ -233,9 +229,3 @@ def _saved(path: Path) -> Any:
         raise ValueError(
             f"dataset = {str(path)!r}: {error.name} is not installed: pip install 'areal[recipes]'"
         ) from None
-
-
-def lines_of(rows: DataRows) -> Iterator[tuple[str, Row]]:
-    """Yield each row with its place."""
-    for index, row in enumerate(rows):
-        yield rows.place(index), row

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from areal.recipes.record.replaced_file import replaced
+
 PANELS = {
     "reward": ("rollout/reward", "eval/reward"),
     "pass": ("eval/pass@1", "eval/pass@4", "eval/pass@16"),
@@ -77,7 +79,6 @@ class CurvesTracker:
             if len(its) > 1:
                 axis.legend(fontsize="small")
         figure.suptitle(self._title)
-        draft = self._path.with_suffix(".part.png")
-        figure.savefig(draft, dpi=100)
-        draft.replace(self._path)
+        with replaced(self._path) as draft:
+            figure.savefig(draft, dpi=100)
         self._drawn = time.monotonic()

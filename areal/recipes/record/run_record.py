@@ -12,13 +12,13 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import tomli_w
 import torch
 
 from areal.recipes.config import RunConfig
+from areal.recipes.record.replaced_file import replaced
 
 SETTINGS, STARTS, DIFF = "config.toml", "starts.jsonl", "code.diff"
 """Files of the record: the settings; an object for each start of the run; and uncommitted changes of the code."""
@@ -51,9 +51,10 @@ def start_record(config: RunConfig, recipe: str, fingerprints: Mapping[str, str]
     """
     folder = config.output
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / SETTINGS, tomli_w.dumps(settings_of(config)))
     diff = code_diff()
-    _write(folder / DIFF, diff)
+    for name, text in ((SETTINGS, tomli_w.dumps(settings_of(config))), (DIFF, diff)):
+        with replaced(folder / name) as draft:
+            draft.write_text(text, encoding="utf-8")
     start = {
         "recipe": recipe,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -76,13 +77,13 @@ def start_record(config: RunConfig, recipe: str, fingerprints: Mapping[str, str]
 
 
 def check_rows_of_record(config: RunConfig, fingerprints: Mapping[str, str]) -> None:
-    """Check that a run goes on with the rows with which it began. Called by every rank.
+    """Check that a run that is resumed goes on with the rows with which it began. Called by every rank.
 
     Raises:
         ValueError: the rows differ.
     """
     starts = config.output / STARTS
-    if not (config.resume and starts.exists()):
+    if not starts.exists():
         return
     began = json.loads(starts.read_text(encoding="utf-8").splitlines()[0])["rows"]
     for name, fingerprint in fingerprints.items():
@@ -148,13 +149,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_none(each) for each in value if each is not None]
     return value
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file, which is complete or as it was."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 def _version(package: str) -> str | None:

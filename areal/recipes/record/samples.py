@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.recipes.record.replaced_file import replaced
 from areal.trainer.estimators import Sample
 
 SAMPLES, PAGE = "samples.jsonl", "samples.html"
@@ -89,9 +90,8 @@ class SampleLog:
     def _write_page(self) -> None:
         begin = time.monotonic()
         groups = [self._group(lines) for lines in reversed(self._shown)]
-        draft = self._page.with_suffix(".part.html")
-        draft.write_text(_PAGE.replace("$samples", "\n".join(groups)), encoding="utf-8")
-        draft.replace(self._page)
+        with replaced(self._page) as draft:
+            draft.write_text(_PAGE.replace("$samples", "\n".join(groups)), encoding="utf-8")
         seconds = time.monotonic() - begin
         self._next_page = time.monotonic() + seconds / _COST
 

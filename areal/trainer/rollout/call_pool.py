@@ -50,7 +50,7 @@ class CallPool:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"{name}.seconds = {seconds}: it must be above 0, or None for no limit")
         self._function, self._seconds, self._limit = function, seconds, workers
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self._is_async = is_async(function)
         if processes:
             _check_picklable(name, function, self._is_async)
         self._kind: type[_Thread] = _Process if processes else _Thread
@@ -248,6 +248,11 @@ def _serve_calls(connection: Connection, function: Callable[..., Any]) -> None:
             connection.send((True, function(*args)))
         except Exception as error:
             connection.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc().rstrip())))
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or an object that is called like one, is a coroutine function."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _check_picklable(name: str, function: Callable[..., Any], is_async: bool) -> None:

@@ -1,4 +1,4 @@
-"""Trackers: where the numbers of each step go. Those that need a package of their own are in modules of their names."""
+"""Trackers: where the numbers of each step go. The modules tensorboard, wandb and mlflow need the packages of these names."""
 
 from areal.trainer.trackers.console import ConsoleTracker
 from areal.trainer.trackers.jsonl import JSONLTracker, read_metrics

@@ -38,7 +38,7 @@ class JSONLTracker:
 def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
     """Return the scalars of each step from a file of :class:`JSONLTracker`.
 
-    What a step was logged with last counts: steps are taken again after a resume. The scalars of later steps, of the run before the resume, are
+    The last value of a number counts, since steps are taken again after a resume. The scalars of later steps, of the run before the resume, are
     left out. Lines that are no object, as after a kill, are skipped.
     """
     steps: dict[int, dict[str, float]] = {}

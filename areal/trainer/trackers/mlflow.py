@@ -48,7 +48,7 @@ class MLflow:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of one step."""
         for name, value in scalars.items():
-            # MLflow's names have no @, as in pass@1.
+            # MLflow does not allow the @ of pass@1 in a name.
             self._client.log_metric(self._id, name.replace("@", "_at_"), value, step=step)
 
     def close(self) -> None:

@@ -16,27 +16,31 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "lr": 3e-3, "trackers": ("jsonl"
 """Settings of all small runs."""
 
 
+def save_model(path: Path, **sizes: int) -> None:
+    """Write a Llama of two layers and its tokenizer of characters, with a chat template."""
+    words = character_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        **sizes,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    words.save_pretrained(path)
+
+
 def recipe_model(context: int = 256) -> str:
     """Return the directory of a Llama of two layers, with a chat template."""
     path = Path(world().cache) / f"recipe-model-{context}"
     with locked(path):
         if not path.exists():
-            words = character_tokenizer()
-            torch.manual_seed(0)
-            config = LlamaConfig(
-                vocab_size=len(words),
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=context,
-                bos_token_id=words.bos_token_id,
-                eos_token_id=words.eos_token_id,
-            )
             partial = path.with_suffix(".partial")
-            LlamaForCausalLM(config).save_pretrained(partial)
-            words.save_pretrained(partial)
+            save_model(partial, num_key_value_heads=2, max_position_embeddings=context)
             partial.rename(path)
     return str(path)
 

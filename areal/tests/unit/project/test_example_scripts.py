@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.harness.recipes.character_tokenizer import EXAMPLES, character_tokenizer
+from areal.tests.harness.recipes.character_tokenizer import EXAMPLES
+from areal.tests.harness.recipes.recipe_data import save_model
 
 PAIRS = ("--steps", "12", "--batch-size", "16", "--eval-size", "32")
 ROLLOUTS = (
@@ -42,19 +41,7 @@ def test_every_script_has_a_case() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_runs(name: str, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="needs a C compiler to be installed, see docs/installation.md")
-    words = character_tokenizer()
-    torch.manual_seed(0)
-    model = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
-    )
-    LlamaForCausalLM(model).save_pretrained(tmp_path / "tiny")
-    words.save_pretrained(tmp_path / "tiny")
+    save_model(tmp_path / "tiny")
     options, written = SCRIPTS[name]
     command = [
         sys.executable,
