@@ -17,11 +17,11 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(( ($(CORES) * 3 + 1) / 2 )))
 # Two ranks, or two runs side by side, share the cores.
 HALF := $(shell echo $$(( ($(CORES) + 1) / 2 )))
-RUN := OMP_NUM_THREADS=$(HALF) $(BIN)/torchrun --standalone --nproc-per-node
-SFT := $(RUN) 2 examples/sft.py --model $(MODEL)
-CURVE := examples/sft.py --model $(MODEL) --dtype float32 --steps 3 --eval-size 16 --batch-size 40
-SAME := --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
-GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01 --skip-flat --plain --system ""
+AREAL := OMP_NUM_THREADS=$(HALF) $(BIN)/areal
+COMPARE := $(BIN)/python recipes/compare.py
+WARM_UP := sft recipes/arithmetic/warm_up.toml
+GRPO := grpo recipes/arithmetic/grpo.toml
+SHORT := evaluation=recipes/arithmetic/problems.py:shown
 
 # Versions of the published SDK that the tests run against the server, each in an environment without torch.
 TINKER := $(foreach version,0.38.0 0.24.1,$(VENV)-tinker-$(version)/.ready)
@@ -44,30 +44,33 @@ help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 demo: $(MODEL) ## Teach a real model arithmetic by reinforcement learning.
-	OMP_NUM_THREADS=$(CORES) $(BIN)/torchrun --standalone $(GRPO) --output runs/demo --max-p-value 0.01
+	OMP_NUM_THREADS=$(CORES) $(BIN)/areal $(WARM_UP) output=runs/demo/warm-up
+	OMP_NUM_THREADS=$(CORES) $(BIN)/areal $(GRPO) model=runs/demo/warm-up/model output=runs/demo
+	$(COMPARE) runs/demo --max-p-value 0.01
 
 demo-seeds: $(MODEL) ## Run the demo with three seeds, and with shuffled rewards, from which nothing can be learned.
+	$(AREAL) $(WARM_UP)
 	for seed in 0 1 2; do \
-	  $(RUN) 1 $(GRPO) --output runs/control-$$seed --seed $$seed --shuffle-rewards --min-p-value 0.01 & \
-	  $(RUN) 1 $(GRPO) --output runs/demo-$$seed --seed $$seed --max-p-value 0.01 && wait $$! || exit 1; \
+	  $(AREAL) $(GRPO) seed=$$seed output=runs/arithmetic/control-$$seed shuffle_rewards=true & \
+	  $(AREAL) $(GRPO) seed=$$seed output=runs/arithmetic/seed-$$seed && wait $$! || exit 1; \
 	done
+	$(COMPARE) runs/arithmetic/seed-0 runs/arithmetic/seed-1 runs/arithmetic/seed-2 --max-p-value 0.01
+	$(COMPARE) runs/arithmetic/control-0 runs/arithmetic/control-1 runs/arithmetic/control-2 --min-p-value 0.01
 
 demo-sft: $(MODEL) ## Fine-tune the demo's model on right answers only.
-	$(SFT) --backend fsdp:d2 --output runs/demo-sft --steps 40 --max-train-seconds 140 --batch-size 40 \
-	  --max-tokens-per-mb 512 --min-loss-fall 0.2 --accuracy-must-rise
+	$(AREAL) sft recipes/distillation/teacher.toml backend=fsdp:d2 output=runs/demo-sft
+	$(COMPARE) runs/demo-sft --max-loss-ratio 0.8
 
 demo-short: $(MODEL) ## Run a few steps of SFT and of GRPO.
-	$(SFT) --backend fsdp:d2 --output runs/short-sft --plain --system "" --steps 2 --batch-size 16 \
-	  --max-tokens-per-mb 512 --eval-size 2 --min-loss-fall 0.2
-	$(RUN) 2 examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
-	  --plain --system "" --steps 1 --groups 2 --group-size 4 --eval-size 2
+	$(AREAL) $(WARM_UP) backend=fsdp:d2 output=runs/short-sft batch_size=16 steps=2 held_out=16
+	$(COMPARE) runs/short-sft --max-loss-ratio 0.8
+	$(AREAL) $(GRPO) backend=fsdp:d2 model=runs/short-sft/model output=runs/short-grpo steps=1 groups=2 $(SHORT)
 
 demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one on Megatron, in float32.
-	$(RUN) 2 $(CURVE) --backend fsdp:d2 --output runs/demo-d2
-	$(RUN) 2 $(CURVE) --backend fsdp:c2 --output runs/demo-c2 $(SAME)
-	$(RUN) 3 $(CURVE) --backend fsdp:t3 --output runs/demo-t3 $(SAME)
-	$(RUN) 2 $(CURVE) --backend fsdp:p2 --output runs/demo-fsdp-p2 $(SAME)
-	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
+	$(AREAL) sft recipes/distillation/teacher.toml backend=fsdp:d2 output=runs/demo-layouts dtype=float32 steps=3 $(SHORT)
+	for layout in fsdp:c2 fsdp:t3 fsdp:p2 megatron:p2; do \
+	  $(AREAL) reproduce runs/demo-layouts 3 backend=$$layout tolerance=1e-4 || exit 1; \
+	done
 
 test: $(VENV)/.test $(TINKER) ## Run the everyday tests, and plant some bugs that they must catch.
 	$(call everyday,$(VENV)) --plant=changed,1/48 --costs=build/test-costs.json
@@ -257,4 +260,4 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.made
 	touch $@
 
 $(MODEL): | $(VENV)/.demo
-	$(BIN)/python examples/smollm.py $@
+	$(BIN)/python tools/smollm.py $@

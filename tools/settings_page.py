@@ -16,7 +16,7 @@ from areal.recipes.config import (
     RunConfig,
     SFTConfig,
 )
-from areal.recipes.policy_config import GRPOConfig, PolicyConfig, PPOConfig
+from areal.recipes.policy_config import DistillConfig, GRPOConfig, PolicyConfig, PPOConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -27,9 +27,10 @@ CLASSES: dict[str, type[RunConfig]] = {
     "Pairs: dpo, rm": PreferenceConfig,
     "Direct preference optimisation: dpo": DPOConfig,
     "Reward models: rm": RewardModelConfig,
-    "Reinforcement learning: grpo, ppo": PolicyConfig,
+    "Reinforcement learning: grpo, ppo, distill": PolicyConfig,
     "Group-relative policy optimisation: grpo": GRPOConfig,
     "PPO with a critic: ppo": PPOConfig,
+    "Distillation on policy: distill": DistillConfig,
 }
 """Class of each section. A section has the settings that its class adds, or whose default it changes."""
 
@@ -50,7 +51,7 @@ _TOPIC_SIZE = 10
 
 _HEADER = """# Settings of recipes
 
-Settings of `areal sft|dpo|rm|grpo|ppo` and of the functions of `areal.recipes`. In a TOML file and
+Settings of `areal sft|dpo|rm|grpo|ppo|distill` and of the functions of `areal.recipes`. In a TOML file and
 as `key=value` on the command line they have the same names; a later file or `key=value` replaces an
 earlier one, and keys of a table are written with a dot:
 

@@ -36,6 +36,7 @@ COMMANDS = {
             ("rm", "train a reward model on pairs of answers"),
             ("grpo", "reinforcement learning with a reward of yours"),
             ("ppo", "reinforcement learning with a critic"),
+            ("distill", "learn from a teacher on own answers"),
         )
     },
     "reproduce": Command(

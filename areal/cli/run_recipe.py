@@ -1,9 +1,8 @@
-"""`areal sft|dpo|rm|grpo|ppo CONFIG.toml key=value ...`: a run from a file."""
+"""`areal sft|dpo|rm|grpo|ppo|distill CONFIG.toml key=value ...`: a run from a file."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import tomllib
@@ -13,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser
+from torch.distributed.run import run as run_torchrun
 
 from areal import recipes
 from areal.api.config_sections import StrictConfig
 from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
 from areal.recipes.config import RunConfig
+from areal.recipes.interrupt import EXIT_CODE
 from areal.utils.distributed import is_rank
 
 _RECIPES = {
@@ -28,6 +31,7 @@ _RECIPES = {
     "rm": ("RewardModelConfig", "RewardModelRun"),
     "grpo": ("GRPOConfig", "GRPORun"),
     "ppo": ("PPOConfig", "PPORun"),
+    "distill": ("DistillConfig", "DistillRun"),
 }
 """Settings and run of each command, in ``areal.recipes``. The run is imported where it runs: the process that starts ranks needs none."""
 _FLAGS: dict[str, dict[str, Any]] = {"--resume": {"resume": True}, "--ray": {"workers": "ray"}}
@@ -44,13 +48,17 @@ Without torchrun, the processes of the layout are started on this machine.
 
 settings:
 {settings}"""
+_REPRODUCE_USAGE = """usage: areal reproduce RUN [STEPS] [key=value ...] [tolerance=NUMBER]
+
+Take the first steps of the run in the directory RUN again (5 by default), and compare their numbers: to the bit, or with a tolerance.
+A key names a setting that differs, such as backend=megatron:t2: other layouts have the same numbers up to rounding."""
 
 
 def run_recipe(name: str, options: Sequence[str]) -> int:
     """Run a recipe with the options of the command line. Returns the exit code.
 
     Args:
-        name: ``sft``, ``dpo``, ``rm``, ``grpo`` or ``ppo``.
+        name: ``sft``, ``dpo``, ``rm``, ``grpo``, ``ppo`` or ``distill``.
         options: options behind the name.
     """
     config_name, run_name = _RECIPES[name]
@@ -64,8 +72,11 @@ def run_recipe(name: str, options: Sequence[str]) -> int:
             print(import_module("areal.recipes.describe").description(getattr(recipes, run_name)(config)))
             return 0
         if (processes := _processes(config)) > 1 and not is_rank():
-            _start_ranks(processes, name, options)
+            return _run_ranks(processes, name, options)
         getattr(recipes, run_name)(config).train()
+    except KeyboardInterrupt:
+        print(f"areal {name}: interrupted", file=sys.stderr)
+        return EXIT_CODE
     except ValidationError as error:
         return _fail(name, _messages(error))
     except ValueError as error:
@@ -74,28 +85,31 @@ def run_recipe(name: str, options: Sequence[str]) -> int:
 
 
 def run_reproduce(options: Sequence[str]) -> int:
-    """Run ``areal reproduce RUN [STEPS]``. Returns exit code 1 if a number differs."""
-    if not options or options[0].startswith("-") or (len(options) > 1 and not options[1].isdigit()):
-        print(
-            "usage: areal reproduce RUN [STEPS]\n\nTake the first steps of the run in the directory RUN again (5 by default), and compare."
-        )
+    """Run ``areal reproduce RUN [STEPS] [key=value ...]``. Returns exit code 1 if a number differs."""
+    if not options or options[0].startswith("-"):
+        print(_REPRODUCE_USAGE)
         return 0 if options[:1] in (["-h"], ["--help"]) else 2
-    steps = int(options[1]) if len(options) > 1 else 5
     module = import_module("areal.recipes.reproduce")
     try:
+        steps = int(options[1]) if options[1:2] and options[1].isdigit() else 5
+        changes = read_settings([option for option in options[1:] if not option.isdigit()])
+        tolerance = float(changes.pop("tolerance", 0.0))
         with tempfile.TemporaryDirectory(prefix="areal-reproduce-") as output:
-            recorded = module.read_record(Path(options[0]), Path(output))
-            steps = min(steps, max(recorded.metrics, default=0))
+            recorded = module.read_record(Path(options[0]), Path(output), changes)
             config_name, run_name = _RECIPES[recorded.recipe]
             config: RunConfig = getattr(recipes, config_name)(**recorded.settings)
             if (processes := _processes(config)) > 1 and not is_rank():
-                _start_ranks(processes, "reproduce", options)
-            lines = module.differences(recorded, getattr(recipes, run_name)(config), steps)
+                return _run_ranks(processes, "reproduce", options)
+            compared = module.compare(recorded, getattr(recipes, run_name)(config), steps, tolerance)
+    except ValidationError as error:
+        return _fail("reproduce", _messages(error))
     except ValueError as error:
         return _fail("reproduce", str(error))
-    if lines is not None:
-        print("\n".join(lines) or f"the first {steps} steps are the same to the bit")
-    return int(bool(lines))
+    if compared is None:
+        return 0
+    same = f"differ by {compared.largest:.1e} at most" if compared.largest else "are the same to the bit"
+    print("\n".join(compared.lines) or f"the first {compared.steps} steps {same}")
+    return int(bool(compared.lines))
 
 
 def read_settings(options: Sequence[str]) -> dict[str, Any]:
@@ -177,13 +191,23 @@ def _processes(config: RunConfig) -> int:
     return process_dims(engine, engine_config(engine, config.engine_config())).world_size
 
 
-def _start_ranks(processes: int, name: str, options: Sequence[str]) -> None:
-    """Become torchrun, which runs this command on each rank. Signals reach it as they would reach this process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def _run_ranks(processes: int, name: str, options: Sequence[str]) -> int:
+    """Run this command on each rank, by torchrun, which passes signals on to them. Returns the exit code: that of the ranks, if it is one."""
+    parser = get_args_parser()
+    command = ["--standalone", "--nproc-per-node", str(processes)]
     # After Ctrl-C, ranks end after their step, with a checkpoint. Older releases of torchrun kill them after 30 s.
-    if "--shutdown-timeout" in get_args_parser().format_help():
+    if "--shutdown-timeout" in parser.format_help():
         command += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
-    os.execv(sys.executable, [*command, "-m", "areal.cli", name, *options])
+    try:
+        run_torchrun(parser.parse_args([*command, "-m", "areal.cli", name, *options]))
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        if len(set(codes.values())) == 1 and min(codes.values()) > 0:
+            return min(codes.values())
+        return _fail(name, f"exit codes of the ranks that failed first: {codes}; their messages are above")
+    return 0
 
 
 def _messages(error: ValidationError) -> str:

@@ -1,4 +1,4 @@
-"""Recipes: whole runs of supervised fine-tuning, preference optimisation and reinforcement learning, from a few settings.
+"""Recipes: whole runs of supervised fine-tuning, preferences, reinforcement learning and distillation, from a few settings.
 
 Each function assembles a run from objects of the library and returns it; ``train()`` runs it. The names below are imported when they are
 first used.
@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from areal.recipes.assemble import distill as distill
     from areal.recipes.assemble import dpo as dpo
     from areal.recipes.assemble import grpo as grpo
     from areal.recipes.assemble import ppo as ppo
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from areal.recipes.config import DPOConfig as DPOConfig
     from areal.recipes.config import RewardModelConfig as RewardModelConfig
     from areal.recipes.config import SFTConfig as SFTConfig
+    from areal.recipes.policy import DistillRun as DistillRun
     from areal.recipes.policy import GRPORun as GRPORun
     from areal.recipes.policy import PPORun as PPORun
+    from areal.recipes.policy_config import DistillConfig as DistillConfig
     from areal.recipes.policy_config import GRPOConfig as GRPOConfig
     from areal.recipes.policy_config import PPOConfig as PPOConfig
     from areal.recipes.run import Run as Run
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "DPOConfig": "areal.recipes.config",
     "DPORun": "areal.recipes.supervised",
+    "DistillConfig": "areal.recipes.policy_config",
+    "DistillRun": "areal.recipes.policy",
     "GRPOConfig": "areal.recipes.policy_config",
     "GRPORun": "areal.recipes.policy",
     "PPOConfig": "areal.recipes.policy_config",
@@ -37,6 +42,7 @@ _HOMES = {
     "Run": "areal.recipes.run",
     "SFTConfig": "areal.recipes.config",
     "SFTRun": "areal.recipes.supervised",
+    "distill": "areal.recipes.assemble",
     "dpo": "areal.recipes.assemble",
     "grpo": "areal.recipes.assemble",
     "ppo": "areal.recipes.assemble",

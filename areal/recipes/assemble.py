@@ -8,8 +8,8 @@ from typing import Any
 from areal.recipes.answer_reward import UserReward
 from areal.recipes.config import DPOConfig, RewardModelConfig, SFTConfig
 from areal.recipes.functions import function_name
-from areal.recipes.policy import GRPORun, PPORun
-from areal.recipes.policy_config import GRPOConfig, PPOConfig
+from areal.recipes.policy import DistillRun, GRPORun, PPORun
+from areal.recipes.policy_config import DistillConfig, GRPOConfig, PPOConfig
 from areal.recipes.supervised import DPORun, RewardModelRun, SFTRun
 
 
@@ -82,6 +82,35 @@ def ppo(
     return PPORun(config, _object(dataset), _object(reward), _object(evaluation), tools=tools)
 
 
+def distill(
+    model: str,
+    dataset: Any,
+    teacher: str,
+    reward: UserReward | str | None = None,
+    *,
+    evaluation: Any = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    **settings: Any,
+) -> DistillRun:
+    """Return a run of distillation on policy. Arguments as for :func:`grpo`, with fields of :class:`DistillConfig`.
+
+    Args:
+        model: directory or hub name of the student.
+        dataset: rows, or where they are.
+        teacher: directory or hub name of the model to learn from, with the same tokenizer.
+        reward: measured, and not trained on.
+        evaluation: rows for evaluation, which measures the reward.
+        tools: functions that the model may call.
+        settings: fields of :class:`DistillConfig`.
+
+    Raises:
+        ValueError: a setting is unknown or wrong, or a row is; the teacher has another tokenizer.
+    """
+    names = _policy_names(dataset, reward, evaluation, tools)
+    config = DistillConfig(model=model, teacher=teacher, **names, **settings)
+    return DistillRun(config, _object(dataset), _object(reward), _object(evaluation), tools=tools)
+
+
 def _object(value: Any) -> Any:
     """Return what is no name."""
     return None if isinstance(value, str) else value
@@ -93,9 +122,9 @@ def _names(**sources: Any) -> dict[str, Any]:
 
 
 def _policy_names(
-    dataset: Any, reward: UserReward | str, evaluation: Any, tools: Sequence[Callable[..., Any]]
+    dataset: Any, reward: UserReward | str | None, evaluation: Any, tools: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
-    named = reward if isinstance(reward, str) else function_name(reward)
+    named = reward if isinstance(reward, str | None) else function_name(reward)
     return {
         **_names(dataset=dataset, evaluation=evaluation, reward=named),
         "tools": tuple(name for tool in tools if (name := function_name(tool)) is not None),

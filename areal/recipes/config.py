@@ -50,6 +50,10 @@ class RunConfig(StrictConfig):
     text: bool = Field(
         default=False, description="Join the contents of messages as plain text, without a template: for base models."
     )
+    tools: tuple[str, ...] = Field(
+        default=(),
+        description="Functions, as `module:function`, that prompts describe, and that a policy may call.",
+    )
     output: Path = Field(default=Path("runs/run"), description="Directory of the run.")
     resume: bool = Field(default=False, description="Continue from the newest checkpoint in `output`, if there is one.")
 
@@ -69,6 +73,11 @@ class RunConfig(StrictConfig):
         default="ranks", description="Processes of the engine: the ranks of `torchrun`, or actors of Ray."
     )
     ray: dict[str, Any] = Field(default={}, description="Options of RayWorkers, such as `resources`.")
+    max_losses: int = Field(
+        default=0,
+        ge=0,
+        description="Losses of an actor or a node of Ray after which the run still goes on, from the newest checkpoint.",
+    )
 
     steps: int | None = Field(default=None, gt=0, description="Batches to train on; None: `epochs`.")
     epochs: float | None = Field(default=None, gt=0, description="Passes over the data set, instead of `steps`.")
@@ -96,6 +105,10 @@ class RunConfig(StrictConfig):
     trackers: tuple[TrackerName, ...] = Field(
         default=("console", "jsonl", "curves"), description="Where the numbers of each step go."
     )
+    profile: Path | None = Field(
+        default=None,
+        description="Directory for a profile of the second step: a trace and a memory timeline of each rank.",
+    )
     wandb: dict[str, Any] = Field(default={}, description="Options of the W&B tracker, such as `project`.")
     mlflow: dict[str, Any] = Field(default={}, description="Options of the MLflow tracker, such as `experiment`.")
 
@@ -121,12 +134,19 @@ class RunConfig(StrictConfig):
             raise ValueError(
                 f"text = True with chat_template = {self.chat_template!r}: plain text has no template; leave one of them out"
             )
+        if self.text and self.tools:
+            raise ValueError("text = True with tools: calls need a chat template; leave one of them out")
         if self.patience is not None and self.eval_every is None:
             raise ValueError(
                 f"patience = {self.patience} without eval_every: it counts evaluations during training; set both, or leave it out"
             )
         if self.ray and self.workers != "ray":
             raise ValueError(f"ray = {self.ray} without workers = 'ray': set it, or leave the options out")
+        if self.max_losses and not (self.workers == "ray" and self.checkpoint_every):
+            raise ValueError(
+                f"max_losses = {self.max_losses} with workers = {self.workers!r}, checkpoint_every = {self.checkpoint_every}: a run goes on "
+                "in new actors of Ray from a checkpoint: set both, or leave it out"
+            )
         for name in ("wandb", "mlflow"):
             if getattr(self, name) and name not in self.trackers:
                 raise ValueError(

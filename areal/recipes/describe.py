@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import TrainEngineConfig
 from areal.engine.model.hub import read_config
+from areal.recipes.config import RunConfig
+from areal.recipes.record.secrets import public_settings
 from areal.recipes.run import Run
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -19,13 +22,19 @@ def description(run: Run[Any]) -> str:
     config = run.config
     return "\n".join(
         (
-            config.model_dump_json(indent=2, exclude_defaults=True),
+            json.dumps(changed_settings(config), indent=2),
             f"{config.backend}: {config.engine_config().dims.world_size} ranks, {config.compute_dtype}",
             memory(config.engine_config()),
             "first row, with trained tokens in [[ ]]:",
             rendered(run),
         )
     )
+
+
+def changed_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the public settings that are not defaults."""
+    changed = config.model_dump(mode="json", exclude_defaults=True)
+    return {name: value for name, value in public_settings(config).items() if name in changed}
 
 
 def memory(config: TrainEngineConfig) -> str:

@@ -29,7 +29,7 @@ class Engines:
     def __init__(self, config: RunConfig, closing: ExitStack) -> None:
         self._config, self._closing = config, closing
         self._executor: Executor | None = None
-        self._count = 0
+        self._groups: list[WorkerGroup] = []
         if config.workers == "ranks":
             init_default_group()
         self.speaks = rank_in_world() == 0
@@ -44,10 +44,15 @@ class Engines:
         """Return an engine that is not initialized."""
         if self._config.workers == "ranks":
             return self._closing.enter_context(create_engine(config))
-        name = f"engine-{self._count}"
-        self._count += 1
+        name = f"engine-{len(self._groups)}"
         group = WorkerGroup(config, self._workers(config), name=name, shared_folder=self._config.output)
-        return self._closing.enter_context(group)
+        self._groups.append(self._closing.enter_context(group))
+        return group
+
+    def restart(self) -> None:
+        """Start new processes after the loss of one, with the same engines."""
+        for group in self._groups:
+            group.restart()
 
     def _workers(self, config: TrainEngineConfig) -> Executor:
         """Start the processes for the first engine, and return them."""

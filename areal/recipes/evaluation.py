@@ -34,7 +34,6 @@ class PolicyEvaluation:
         rows: held-out rows.
         samples: episodes of each row.
         seed: seed of all episodes.
-        pass_reward: reward from which an episode passes.
         gather: returns the values of all ranks, such as :func:`areal.trainer.rollout.exchange.gather`. Collective.
         max_concurrent: maximum number of concurrent episodes on this rank.
     """
@@ -47,25 +46,20 @@ class PolicyEvaluation:
         *,
         samples: int,
         seed: int,
-        pass_reward: float,
         gather: Callable[[Any], list[Any]],
         max_concurrent: int = 256,
     ) -> None:
         self._client = client if getattr(client, "owns_servers", True) else None
         self._episode, self._rows = episode, rows
-        self._samples, self._seed, self._pass_reward = samples, seed, pass_reward
+        self._samples, self._seed = samples, seed
         self._gather, self._max_concurrent = gather, max_concurrent
 
-    def __call__(self) -> dict[str, float]:
-        """Return the numbers of :func:`reward_scalars`; equal on all ranks. Collective.
+    def rewards(self) -> list[list[float]]:
+        """Return the reward of each episode, by row; equal on all ranks. Collective.
 
         Raises:
             RuntimeError: an episode failed, on any rank.
         """
-        return reward_scalars(self.rewards(), self._pass_reward)
-
-    def rewards(self) -> list[list[float]]:
-        """Return the reward of each episode, by row; equal on all ranks. Collective."""
         # 1. The ranks that play divide the rows.
         plays = self._gather(self._client is not None)
         size = sum(plays)

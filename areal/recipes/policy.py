@@ -1,4 +1,4 @@
-"""Recipes of reinforcement learning: GRPO, and PPO with a critic."""
+"""Recipes of reinforcement learning: GRPO, PPO with a critic, and distillation on policy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from areal.api import TrainEngine
 from areal.chat.answer import Message
@@ -18,18 +19,20 @@ from areal.recipes.answer_reward import UserReward, answer_reward
 from areal.recipes.data.formats import prompt_messages
 from areal.recipes.data.rows import DataRows
 from areal.recipes.data.text import Text
-from areal.recipes.evaluation import PolicyEvaluation
+from areal.recipes.evaluation import PolicyEvaluation, reward_scalars
 from areal.recipes.functions import load_function
 from areal.recipes.generation.rollouts import make_rollout, sync_of
-from areal.recipes.policy_config import GRPOConfig, PolicyConfig, PPOConfig
+from areal.recipes.policy_config import DistillConfig, GRPOConfig, PolicyConfig, PPOConfig
+from areal.recipes.record.evaluations import add_evaluation
 from areal.recipes.record.samples import SampleLog
 from areal.recipes.run import Run
 from areal.recipes.setup import decoder, own_rows, renderer
 from areal.trainer.advantages import dr_grpo, grpo, rloo
 from areal.trainer.advantages.shaping import overlong_penalty
-from areal.trainer.estimators import CriticBased, Estimator, GroupRelative, Sample, Shape
+from areal.trainer.estimators import CriticBased, Estimator, GroupRelative, OnPolicyDistillation, Sample, Shape
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import (
+    KLTerm,
     MismatchCorrection,
     Objective,
     PPOClip,
@@ -159,6 +162,7 @@ class PolicyRun(Run[C], Generic[C]):
                 "tracker": self.tracker,
                 "checkpoints": self.checkpoints,
                 "inspect": self._make_sample_log(),
+                "profile": config.profile,
             },
         )
 
@@ -171,7 +175,10 @@ class PolicyRun(Run[C], Generic[C]):
         if self.evaluation is None:
             return {}
         self.trainer.send_weights()
-        return self.evaluation()
+        rewards = self.evaluation.rewards()
+        if self.speaks:
+            add_evaluation(self.config.output, self.trainer.step, rewards)
+        return reward_scalars(rewards, self.config.pass_reward)
 
     # ---- parts
 
@@ -260,7 +267,6 @@ class PolicyRun(Run[C], Generic[C]):
             rows,
             samples=config.eval_samples,
             seed=config.seed,
-            pass_reward=config.pass_reward,
             gather=gather,
         )
 
@@ -333,6 +339,46 @@ class PPORun(PolicyRun[PPOConfig]):
         )
         options["critic"] = Critic(self.critic, value_objective())
         return PPOTrainer(self.engine, objective, self.runner, sync, reference=self._reference(), **options)
+
+
+class DistillRun(PolicyRun[DistillConfig]):
+    """Distillation on policy: a teacher judges each token of the student's own answers. A reward is measured, and not trained on.
+
+    Attributes:
+        teacher: engine of the teacher.
+    """
+
+    recipe = "distill"
+    shown = ("actor/kl_ref/k1", *PolicyRun.shown)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        theirs = AutoTokenizer.from_pretrained(self.config.teacher)
+        if theirs.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                f"teacher = {self.config.teacher!r}: its tokenizer has other tokens than that of {self.config.model!r}, which it is to "
+                "judge: choose a teacher of the same family"
+            )
+
+    def _user_reward(self) -> UserReward:
+        if self._reward is None and self.config.reward is None:
+            return _no_reward
+        return super()._user_reward()
+
+    def _make_trainer(self, sync: Sync, options: PPOOptions) -> PPOTrainer:
+        config = self.config
+        its = config.engine_config(path=config.teacher, optimizer=None, lora=None)
+        self.teacher = self.engines.make(its, self.steps)
+        options["estimator"] = self._estimator or OnPolicyDistillation()
+        # The penalty of weight 0 reports the divergence.
+        objective = self._objective or policy_objective(
+            PPOClip(0.2, 0.2), kl=KLTerm(0.0, "k1"), report_entropy=True, correction=self._correction()
+        )
+        return PPOTrainer(self.engine, objective, self.runner, sync, reference=self.teacher, **options)
+
+
+def _no_reward(row: Any, answer: str) -> float:
+    return 0.0
 
 
 def _has_contrast(group: list[Trajectory]) -> bool:

@@ -22,7 +22,6 @@ class PolicyConfig(RunConfig):
         description="`module:function` or `file.py:function` of a row and the answer's text. None: it is passed.",
     )
     reward_seconds: float | None = Field(default=None, gt=0, description="Time limit of a reward; None for no limit.")
-    tools: tuple[str, ...] = Field(default=(), description="Functions that the model may call, as `module:function`.")
     max_turns: int = Field(default=8, gt=0, description="Maximum number of answers of an episode with tools.")
     max_episode_tokens: int | None = Field(
         default=None, gt=0, description="Maximum number of sampled tokens of an episode with tools; None for no limit."
@@ -96,8 +95,6 @@ class PolicyConfig(RunConfig):
             raise ValueError(
                 f"servers = {list(self.servers)} with start_server = {self.start_server!r}: both generate; leave one of them out"
             )
-        if self.tools and self.text:
-            raise ValueError("text = True with tools: calls need a chat template; leave one of them out")
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
             raise ValueError(
                 f"overlong_tokens = {self.overlong_tokens} with max_new_tokens = {self.max_new_tokens}: it is at most that"
@@ -146,6 +143,28 @@ class GRPOConfig(PolicyConfig):
     def _groups_compare(self) -> GRPOConfig:
         if self.group_size < 2:
             raise ValueError(f"group_size = {self.group_size}: answers are compared within a group: set at least 2")
+        return self
+
+
+class DistillConfig(PolicyConfig):
+    """Settings of distillation on policy."""
+
+    output: Path = Field(default=Path("runs/distill"), description="Directory of the run.")
+    teacher: str = Field(min_length=1, description="Model that is learned from, with the tokenizer of `model`.")
+    groups: int = Field(default=64, gt=0, description="Rows in a batch, over all ranks.")
+    group_size: int = Field(default=1, gt=0, description="Answers to each row.")
+
+    @model_validator(mode="after")
+    def _reward_is_measured_only(self) -> DistillConfig:
+        for name in ("kl_coef", "replace_flat", "skip_flat", "shuffle_rewards", "overlong_tokens"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"{name} = {value}: distillation follows the teacher, and not the reward; leave it out"
+                )
+        if self.reward is None and self.held_out:
+            raise ValueError(
+                f"held_out = {self.held_out} without reward: an evaluation measures it; set one, or leave held_out out"
+            )
         return self
 
 

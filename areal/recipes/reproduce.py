@@ -1,9 +1,11 @@
-"""The first steps of a run again: the same numbers to the bit, or where they differ."""
+"""The first steps of a run again, also on another layout: the same numbers, or where they differ."""
 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +33,27 @@ class RunStart(NamedTuple):
     metrics: dict[int, dict[str, float]]
 
 
-def read_record(folder: Path, output: Path) -> RunStart:
+class Comparison(NamedTuple):
+    """What a repetition showed.
+
+    Attributes:
+        steps: number of steps that were taken again.
+        lines: a line for each number that differs by more than was allowed.
+        largest: largest difference of a number: relative for numbers above 1, else absolute, as the loss of a policy is near 0.
+    """
+
+    steps: int
+    lines: list[str]
+    largest: float
+
+
+def read_record(folder: Path, output: Path, changes: Mapping[str, Any] | None = None) -> RunStart:
     """Read the record of a run.
 
     Args:
         folder: directory of the run.
         output: directory of the repetition.
+        changes: settings of the repetition that differ, such as ``backend``.
 
     Raises:
         ValueError: a file is missing; rows or reward were passed to the run, and not named; or answers were sampled while weights changed.
@@ -46,6 +63,7 @@ def read_record(folder: Path, output: Path) -> RunStart:
             raise ValueError(f"{folder} has no {name}: name the directory of a run")
     settings = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     recipe = json.loads((folder / STARTS).read_text(encoding="utf-8").splitlines()[0])["recipe"]
+    settings |= changes or {}
     for name in ("dataset", "reward") if recipe in ("grpo", "ppo") else ("dataset",):
         if name not in settings:
             raise ValueError(
@@ -55,22 +73,23 @@ def read_record(folder: Path, output: Path) -> RunStart:
         raise ValueError(
             f"max_staleness = {settings['max_staleness']}: which weights begin an answer depends on speed; only runs with 0 can be repeated"
         )
-    changes = {"output": str(output), "resume": False, "trackers": ["jsonl"], "wandb": {}, "mlflow": {}}
-    quiet = {"save_model": False, "checkpoint_every": 0, "keep_best": False}
+    quiet = {"output": str(output), "resume": False, "trackers": ["jsonl"], "wandb": {}, "mlflow": {}}
+    quiet |= {"save_model": False, "checkpoint_every": 0, "keep_best": False, "max_losses": 0}
     logged = {"logged_groups": 0} if "logged_groups" in settings else {}
-    return RunStart(recipe, settings | changes | quiet | logged, read_metrics(folder / METRICS))
+    return RunStart(recipe, settings | quiet | logged, read_metrics(folder / METRICS))
 
 
-def differences(recorded: RunStart, run: Run[RunConfig], steps: int) -> list[str] | None:
-    """Take the first steps of a run, and return a line for each number that differs from the recorded one. Collective.
+def compare(recorded: RunStart, run: Run[RunConfig], steps: int, tolerance: float) -> Comparison | None:
+    """Take the first steps of a run, and compare their numbers with the recorded ones. Collective.
 
     Args:
         recorded: record to compare with.
         run: made with its settings. It is closed.
-        steps: number of steps.
+        steps: maximum number of steps.
+        tolerance: largest difference that is allowed, as in :class:`Comparison`; 0 compares to the bit.
 
     Returns:
-        The lines, on the rank that speaks; ``None`` on others.
+        The comparison, on the rank that speaks; ``None`` on others.
     """
     known = {step: recorded.metrics[step] for step in range(1, steps + 1) if step in recorded.metrics}
     with run.build():
@@ -78,9 +97,13 @@ def differences(recorded: RunStart, run: Run[RunConfig], steps: int) -> list[str
         if not run.speaks:
             return None
         again = read_metrics(run.config.output / METRICS)
-    lines = []
+    lines, largest = [], 0.0
     for step, numbers in known.items():
-        for name in NUMBERS:
-            if name in numbers and again[step].get(name) != numbers[name]:
-                lines.append(f"step {step}: {name} was {numbers[name]!r}, and is {again[step].get(name)!r}")
-    return lines
+        for name in set(NUMBERS) & numbers.keys():
+            was, now = numbers[name], again[step].get(name, math.nan)
+            difference = abs(was - now) / max(1.0, abs(was))
+            largest = max(largest, difference)
+            # Also a difference that is no number.
+            if not difference <= tolerance:
+                lines.append(f"step {step}: {name} was {was!r}, and is {now!r}")
+    return Comparison(len(known), lines, largest)

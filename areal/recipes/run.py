@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from areal.api import SaveLoadMeta, TrainEngine
+from areal.dispatch.errors import WorkerLostError
 from areal.recipes.config import RunConfig
 from areal.recipes.data.rows import DataRows
 from areal.recipes.engines import Engines
@@ -157,7 +159,7 @@ class Run(ABC, Generic[C]):
             if self._evaluates_after(self.trainer.step):
                 self._add_evaluation()
             if not self._gave_up() and self.trainer.step < self.steps:
-                self.trainer.train(self.steps, after_step=self._after_step)
+                self._take_steps()
             if self._interrupted:
                 self._save_interrupted()
             if self.trainer.step not in self.results.by_step:
@@ -166,6 +168,18 @@ class Run(ABC, Generic[C]):
                 self._save_model("model")
             self.say(f"finished {self.trainer.step} steps: {self.config.output}")
         return self.results.by_step.get(self.trainer.step, {})
+
+    def _take_steps(self) -> None:
+        """Train; after the loss of an actor, go on from the newest checkpoint."""
+        for losses in itertools.count(1):
+            try:
+                return self.trainer.train(self.steps, after_step=self._after_step)
+            except WorkerLostError as error:
+                if losses > self.config.max_losses:
+                    raise
+                self.say(f"loss {losses} of at most {self.config.max_losses}: {error}")
+            self.engines.restart()
+            self.say(f"goes on after step {self.trainer.resume()}")
 
     def _after_step(self, _: Any) -> bool:
         """Do what is due after a step. Returns whether to go on; equal on all ranks."""

@@ -10,6 +10,7 @@ from areal.engine.model.hub import max_positions, read_config
 from areal.recipes.config import DPOConfig, FixedDataConfig, RewardModelConfig, SFTConfig
 from areal.recipes.data.formats import finished_messages, pair_of
 from areal.recipes.data.rows import DataRows
+from areal.recipes.functions import load_function
 from areal.recipes.run import Run
 from areal.recipes.setup import own_rows, renderer
 from areal.trainer.losses import Objective, dpo_objective
@@ -85,7 +86,8 @@ class SupervisedRun(Run[C], Generic[C]):
 
     def _prepare(self) -> None:
         self.rows, self.held_out = own_rows(self.config, self.kind, self._dataset, self._evaluation)
-        self.chat = renderer(self.config, self.tokenizer)
+        tools = tuple(load_function(name) for name in self.config.tools)
+        self.chat = renderer(self.config, self.tokenizer, tools)
         limit = self.config.max_length or max_positions(read_config(self.config.model))
         self._train_items = self._items(self.rows, limit)
         self._held_out_items = [] if self.held_out is None else self._items(self.held_out, limit)
@@ -105,7 +107,9 @@ class SupervisedRun(Run[C], Generic[C]):
         self.steps = config.steps_of(len(self.loader))
         self.engine.initialize(config.spec(self.steps))
         self._start_tracking()
-        self.trainer = self._make_trainer({"tracker": self.tracker, "checkpoints": self.checkpoints})
+        self.trainer = self._make_trainer(
+            {"tracker": self.tracker, "checkpoints": self.checkpoints, "profile": self.config.profile}
+        )
 
     def _items(self, rows: DataRows, limit: int | None) -> list[Any]:
         """Return the items of all rows.

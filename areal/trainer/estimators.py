@@ -60,7 +60,7 @@ def check_estimator(estimator: object) -> None:
     if estimator in _ADVANTAGE_FUNCTIONS:
         raise ValueError(
             f"estimator = {getattr(estimator, '__name__', estimator)}: an advantage function takes tensors, and an estimator samples: pass "
-            "GroupRelative(function), ReinforcePlusPlus(), ReinforcePlusPlusBaseline() or CriticBased()"
+            "GroupRelative(function), ReinforcePlusPlus(), ReinforcePlusPlusBaseline(), CriticBased() or OnPolicyDistillation()"
         )
 
 
@@ -187,6 +187,21 @@ class ReinforcePlusPlusBaseline:
         tokens, _ = join([sample["advantages"] for sample in centered])
         advantages = split(normalize(tokens, mask, sum_over_ranks=sum_over_ranks), cu_seqlens)
         return [sample | {"advantages": a} for sample, a in zip(centered, advantages, strict=True)]
+
+
+@dataclass(frozen=True)
+class OnPolicyDistillation:
+    """Distillation from a teacher on the student's own answers: ``ref_logprobs - old_logprobs`` at each token. The reference is the teacher.
+
+    The expectation of its negative is the reverse KL divergence, per token and without discount (Agarwal et al., "On-Policy Distillation of
+    Language Models", 2023; Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). Rewards are not read.
+    """
+
+    def __call__(self, samples: list[Sample], sum_over_ranks: SumOverRanks) -> list[Sample]:
+        return [
+            sample | {"advantages": (sample["ref_logprobs"] - sample["old_logprobs"]) * (sample["loss_mask"] != 0)}
+            for sample in samples
+        ]
 
 
 @dataclass(frozen=True)

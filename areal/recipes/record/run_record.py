@@ -18,7 +18,9 @@ import tomli_w
 import torch
 
 from areal.recipes.config import RunConfig
+from areal.recipes.record.evaluations import EVALUATIONS
 from areal.recipes.record.replaced_file import replaced
+from areal.recipes.record.secrets import public_command, public_settings
 
 SETTINGS, STARTS, DIFF = "config.toml", "starts.jsonl", "code.diff"
 """Files of the record: the settings; an object for each start of the run; and uncommitted changes of the code."""
@@ -37,7 +39,7 @@ _MAY_DIFFER: tuple[str, ...] = (
     "checkpoint_every",
 )
 _MAY_DIFFER += ("keep_checkpoints", "save_model", "trackers", "wandb", "mlflow", "backend", "workers", "ray", "engine")
-_MAY_DIFFER += ("max_tokens_per_mb", "servers", "start_server", "rollout", "logged_groups")
+_MAY_DIFFER += ("profile", "max_losses", "max_tokens_per_mb", "servers", "start_server", "rollout", "logged_groups")
 """Settings with which a run may go on otherwise than it began. Others would make it another run, or are checked where they are used."""
 
 
@@ -58,7 +60,7 @@ def start_record(config: RunConfig, recipe: str, fingerprints: Mapping[str, str]
     start = {
         "recipe": recipe,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": public_command(sys.argv),
         "folder": os.getcwd(),
         "code": revision(),
         "changed": bool(diff),
@@ -72,6 +74,8 @@ def start_record(config: RunConfig, recipe: str, fingerprints: Mapping[str, str]
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
+    if not config.resume:
+        (folder / EVALUATIONS).unlink(missing_ok=True)
     with (folder / STARTS).open("a" if config.resume else "w", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")
 
@@ -121,8 +125,8 @@ def check_record(config: RunConfig) -> None:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return all settings as a TOML document: without those that are None, which a document cannot have."""
-    return _without_none(config.model_dump(mode="json"))
+    """Return the public settings as a TOML document: without those that are None, which a document cannot have."""
+    return _without_none(public_settings(config))
 
 
 def revision() -> str | None:

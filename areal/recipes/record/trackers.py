@@ -10,6 +10,7 @@ from typing import Any
 
 from areal.recipes.config import RunConfig
 from areal.recipes.record.progress import Console
+from areal.recipes.record.secrets import public_settings
 from areal.trainer.trackers import JSONLTracker, Tracker, Trackers, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -67,13 +68,9 @@ def _tensorboard(folder: Path) -> Any:
 
 def _wandb(config: RunConfig) -> Any:
     module = import_module("areal.trainer.trackers.wandb")
-    return module.WandB(config.output, _settings(config), **{"name": config.output.name, **config.wandb})
+    return module.WandB(config.output, public_settings(config), **{"name": config.output.name, **config.wandb})
 
 
 def _mlflow(config: RunConfig) -> Any:
     module = import_module("areal.trainer.trackers.mlflow")
-    return module.MLflow(config.output, _settings(config), **{"name": config.output.name, **config.mlflow})
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json")
+    return module.MLflow(config.output, public_settings(config), **{"name": config.output.name, **config.mlflow})

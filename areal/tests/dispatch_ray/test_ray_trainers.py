@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,10 @@ from areal.api import ParallelDims, TensorSource, TrainEngine, TrainEngineConfig
 from areal.dispatch import WorkerGroup
 from areal.dispatch.ray import RayWorkers
 from areal.inference.http import VLLM, Dialect, HTTPRollout, SGLang
-from areal.recipes import grpo
+from areal.recipes import GRPOConfig, GRPORun
 from areal.tests.dist.dispatch.overlap import check_overlap
 from areal.tests.dist.dispatch.trainer_runs import RUNS, SAVED, TIMES, Make, Steps, alone, engines, ppo, rest_of_ppo
-from areal.tests.dist.recipes.policy_runs import REWARDS, SMALL, curve, curve_of_one_process
+from areal.tests.dist.recipes.policy_runs import REWARDS, SMALL, curve, curve_of_one_process, evaluated_run
 from areal.tests.dist.trainer.ppo_runs import GOLDEN, PLAN, STEPS, run
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows
@@ -32,6 +33,7 @@ from areal.trainer.grpo import grpo_trainer
 from areal.trainer.ppo import Sync, Updates
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
+from areal.trainer.trackers import JSONLTracker
 from areal.weight_sync.disk import DiskTransport
 
 pytestmark = [pytest.mark.timeout(580)]
@@ -232,21 +234,38 @@ def test_driver_owns_the_servers(
     assert error_of(curves[1], curves[0]) == 0.0
 
 
-def test_recipe_has_the_rewards_of_one_process(cluster: Any, tmp_path: Path) -> None:
-    expected = curve_of_one_process()
-    grpo(
-        recipe_model(),
+ON_RAY: dict[str, Any] = {"workers": "ray", "ray": {"environment": {"OMP_NUM_THREADS": "1"}}}
+
+
+def test_recipe_goes_on_after_the_loss_of_an_actor(cluster: Any, tmp_path: Path) -> None:
+    """An actor is killed after the second step, before its checkpoint: the step is taken again, with the same answers."""
+    killed: list[int] = []
+
+    class Killer(JSONLTracker):
+        def log(self, step: int, scalars: Any) -> None:
+            super().log(step, scalars)
+            if step == 2 and not killed:
+                killed.append(run.engine.run(lambda engine, _: os.getpid())[1])
+                os.kill(killed[0], signal.SIGKILL)
+
+    settings = {**ON_RAY, "checkpoint_every": 1, "max_losses": 1, "kl_coef": 0.01}
+    run: Any = GRPORun(
+        GRPOConfig(model=recipe_model(), backend="fsdp:d2", output=tmp_path, **SMALL, **settings),
         rows(24),
         reward,
-        evaluation=rows(6, 1),
-        backend="fsdp:d2",
-        workers="ray",
-        ray={"environment": {"OMP_NUM_THREADS": "1"}},
-        output=tmp_path,
-        eval_samples=2,
-        eval_every=2,
-        **SMALL,
-    ).train()
+        tracker=Killer(tmp_path / "metrics.jsonl"),
+    )
+    run.train()
+    assert killed
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3]
+    for name in ("rollout/reward", "actor/grad_norm", "actor/kl_ref/k3"):
+        assert lines[1][name] == lines[2][name]
+
+
+def test_recipe_has_the_rewards_of_one_process(cluster: Any, tmp_path: Path) -> None:
+    expected = curve_of_one_process()
+    evaluated_run("fsdp:d2", recipe_model(), tmp_path, **ON_RAY).train()
     got = curve(tmp_path, REWARDS)
     assert {name: len(its) for name, its in got.items()} == {"rollout/reward": 3, "eval/reward": 3}
     for name in REWARDS:

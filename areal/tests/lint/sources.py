@@ -51,12 +51,13 @@ class Sources:
     """Python files of a repository.
 
     Args:
-        root: folder with ``areal``, ``examples`` and ``benchmarks``.
+        root: folder with ``areal``, ``benchmarks``, ``examples``, ``recipes`` and ``tools``.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        paths = sorted(path for folder in ("areal", "benchmarks", "examples") for path in (root / folder).rglob("*.py"))
+        folders = ("areal", "benchmarks", "examples", "recipes", "tools")
+        paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
         self.python = [Source(path, path.relative_to(root).as_posix()) for path in paths]
         self.package = [source for source in self.python if source.name.startswith("areal/")]
         self.tests = [source for source in self.package if "tests" in Path(source.name).parts]

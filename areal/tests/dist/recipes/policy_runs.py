@@ -33,9 +33,9 @@ def curve(output: Path, names: tuple[str, ...]) -> dict[str, list[float]]:
     return {name: [its[name] for its in metrics.values() if name in its] for name in names}
 
 
-def evaluated_run(backend: str, model: str, output: Path) -> GRPORun:
-    """Train with an evaluation after every second step."""
-    run = grpo(
+def evaluated_run(backend: str, model: str, output: Path, **changes: Any) -> GRPORun:
+    """Return a run with an evaluation after every second step."""
+    return grpo(
         model,
         rows(24),
         reward,
@@ -45,9 +45,8 @@ def evaluated_run(backend: str, model: str, output: Path) -> GRPORun:
         eval_samples=2,
         eval_every=2,
         **SMALL,
+        **changes,
     )
-    run.train()
-    return run
 
 
 def curve_of_one_process() -> dict[str, list[float]]:
@@ -64,4 +63,4 @@ def curve_of_one_process() -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    evaluated_run("fsdp:d1", sys.argv[1], Path(sys.argv[2]))
+    evaluated_run("fsdp:d1", sys.argv[1], Path(sys.argv[2])).train()

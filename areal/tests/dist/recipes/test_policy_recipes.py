@@ -12,10 +12,10 @@ from areal.api import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngine
 from areal.chat import Chat
 from areal.engine.registry import create_engine
 from areal.inference import Completion, LocalRollout, Sampling
-from areal.recipes import GRPOConfig, GRPORun, grpo, ppo
+from areal.recipes import GRPOConfig, GRPORun, distill, grpo, ppo
 from areal.tests.dist.recipes.policy_runs import REWARDS, SMALL, curve, curve_of_one_process, evaluated_run
 from areal.tests.harness import tiny
-from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows
+from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows, save_model
 from areal.tests.harness.rl import Curve
 from areal.trainer.estimators import GroupRelative
 from areal.trainer.grpo import grpo_trainer
@@ -84,6 +84,7 @@ def test_one_run_on_every_layout(backend: str, tmp_path: Path) -> None:
     """Rewards are those of the answers that one process samples, and evaluations are equal on all ranks."""
     expected = curve_of_one_process()
     run = evaluated_run(backend, recipe_model(), tmp_path)
+    run.train()
     got = curve(tmp_path, REWARDS)
     assert got["rollout/reward"] == pytest.approx(expected["rollout/reward"], abs=1e-6)
     assert got["eval/reward"] == pytest.approx(expected["eval/reward"], abs=1e-6)
@@ -129,6 +130,24 @@ def test_ppo_trains_policy_and_critic(backend: str, tmp_path: Path) -> None:
     assert len(got["critic/loss"]) == 3
     assert min(got["actor/grad_norm"]) > 0
     assert min(got["critic/loss"]) > 0
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1", "fsdp:d2"))
+def test_distillation_approaches_the_teacher(backend: str, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    if torch.distributed.get_rank() == 0:
+        save_model(teacher, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
+    torch.distributed.barrier()
+    settings = {**SMALL, "steps": 16, "groups": 24, "group_size": 1, "lr": 5e-3}
+    run = distill(recipe_model(), rows(24), str(teacher), backend=backend, output=tmp_path / "run", **settings)
+    run.train()
+    got = curve(tmp_path / "run", ("actor/kl_ref/k1", "rollout/reward", "actor/policy/advantage"))
+    divergence = got["actor/kl_ref/k1"]
+    assert divergence[0] > 0.2
+    assert sum(divergence[-4:]) < 0.7 * sum(divergence[:4])
+    # On policy, the mean advantage is the negative divergence, and without a reward there is none.
+    assert got["actor/policy/advantage"] == pytest.approx([-value for value in divergence], abs=1e-5)
+    assert set(got["rollout/reward"]) == {0.0}
 
 
 TOOLS = (

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.tests.harness.recipes.character_tokenizer import character_tokenizer
+from areal.tests.harness.tiny import writing
 from areal.tests.harness.world import locked, world
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "lr": 3e-3, "trackers": ("jsonl",), "max_tokens_per_mb": 512}
@@ -30,8 +31,10 @@ def save_model(path: Path, **sizes: int) -> None:
         eos_token_id=words.eos_token_id,
         **sizes,
     )
-    LlamaForCausalLM(config).save_pretrained(path)
-    words.save_pretrained(path)
+    # On whichever rank is first.
+    with writing():
+        LlamaForCausalLM(config).save_pretrained(path)
+        words.save_pretrained(path)
 
 
 def recipe_model(context: int = 256) -> str:

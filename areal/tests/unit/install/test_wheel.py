@@ -23,7 +23,7 @@ PROJECT = (
     "Makefile",
     "mkdocs.yml",
 )
-FOLDERS = (".ci", "areal", "benchmarks", "docs", "examples")
+FOLDERS = (".ci", "areal", "benchmarks", "docs", "examples", "recipes", "tools")
 
 PRINT_PACKAGE = "\nimport areal\n\nprint('package', areal.__file__)\n"
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from areal.recipes import DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from areal.recipes import DistillConfig, DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from areal.recipes.config import RunConfig
 from areal.tests.lint.pages import pages
 
@@ -21,6 +21,7 @@ CLASSES: dict[str, type[RunConfig]] = {
     "rm": RewardModelConfig,
     "grpo": GRPOConfig,
     "ppo": PPOConfig,
+    "distill": DistillConfig,
 }
 FILES = [
     pytest.param(name, code, id=f"{page.path.stem}-{name}")

@@ -132,6 +132,10 @@ def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixtur
         (output / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         assert run_reproduce([str(output), "2"]) == 1
         assert capsys.readouterr().out.startswith("step 2: actor/loss was ")
+        assert run_reproduce([str(output), "tolerance=1e-6"]) == 0
+        assert capsys.readouterr().out.startswith("the first 2 steps differ by ")
+        assert run_reproduce([str(output), "1", "seed=5", "tolerance=1e-6"]) == 1
+        assert capsys.readouterr().out.startswith("step 1: ")
     settings = (output / "config.toml").read_text()
     for old, new, message in (
         ("max_staleness = 0", "max_staleness = 1", "max_staleness = 1: which weights begin an answer depends on speed"),
@@ -161,6 +165,37 @@ def test_command_starts_its_ranks_and_leaves_a_record(file: Path) -> None:
     again = subprocess.run(command("grpo", output / "config.toml"), capture_output=True, text=True, timeout=240)
     assert again.returncode == 1
     assert "has checkpoints, such as step-000002: set resume = true" in again.stderr
+
+
+@needs_own_world
+def test_steps_are_reproduced_on_another_layout(file: Path) -> None:
+    output = file.parent / "run"
+    for options in (
+        ("grpo", file, "groups=4", "group_size=4"),
+        ("reproduce", output, "2", "backend=fsdp:d2", "tolerance=1e-4"),
+    ):
+        done = subprocess.run(command(*options), capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+    assert "the first 2 steps differ by " in done.stdout
+
+
+@needs_own_world
+@pytest.mark.parametrize("backend", ["fsdp:d1", "fsdp:d2"])
+def test_ctrl_c_saves_and_exits_with_130(backend: str, file: Path) -> None:
+    process = subprocess.Popen(
+        command("grpo", file, "steps=500", f"backend={backend}"), stderr=subprocess.PIPE, text=True
+    )
+    output = file.parent / "run"
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130, error
+    assert "a checkpoint was saved: resume = true continues" in error
+    assert "Traceback" not in error
+    assert list((output / "checkpoints" / "policy").glob("step-*"))
 
 
 @needs_own_world

@@ -51,7 +51,7 @@ class Echo:
 
 def evaluation(client: Any, gather: Any, reward: Any = lambda row, answer: float(row), **changes: Any) -> Any:
     episode = SingleTurn(lambda row: [1], reward, Sampling())
-    settings = {"samples": 2, "seed": 3, "pass_reward": 1.0, **changes}
+    settings = {"samples": 2, "seed": 3, **changes}
     return PolicyEvaluation(client, episode, list(range(5)), gather=gather, **settings)
 
 
@@ -69,7 +69,7 @@ def test_an_error_of_an_episode_is_raised_with_its_text() -> None:
         raise KeyError("solution")
 
     with pytest.raises(RuntimeError, match="an episode of the evaluation failed") as raised:
-        evaluation(Echo(), lambda value: [value], broken)()
+        evaluation(Echo(), lambda value: [value], broken).rewards()
     assert "in broken" in str(raised.value)
     assert "KeyError: 'solution'" in str(raised.value)
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from areal.recipes import GRPOConfig, SFTConfig
+from areal.recipes.record.evaluations import add_evaluation, read_evaluations
 from areal.recipes.record.run_record import check_record, check_rows_of_record, start_record
 from areal.recipes.record.samples import SampleLog
 from areal.recipes.record.trackers import make_trackers
@@ -43,9 +45,55 @@ def test_record_has_settings_code_and_each_start(tmp_path: Path, monkeypatch: py
     assert "+x = 2" in (output / "code.diff").read_text()
     assert "hidden" not in "".join(path.read_text() for path in output.iterdir())
     # The settings are a file that a run can begin with.
-    import tomllib
-
     assert SFTConfig(**tomllib.loads((output / "config.toml").read_text())) == config(output, lr=0.5, resume=True)
+
+
+def test_no_record_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {
+        "trackers": ["jsonl", "wandb"],
+        "wandb": {"project": "sums", "api_key": "hidden", "settings": {"access-token": "hidden"}},
+        "engine": {"activation_checkpointing": "full"},
+    }
+    servers = ["http://me:hidden@a:8000/v1"]
+    run = GRPOConfig(
+        model="m",
+        output=tmp_path,
+        reward="a:b",
+        servers=servers,
+        rollout={"api_key": "hidden", "token_limit": 7},
+        **settings,
+    )
+    monkeypatch.setattr(
+        "sys.argv", ["areal", "grpo", "rollout.api_key=hidden", f"servers={servers}", "max_new_tokens=9"]
+    )
+    start_record(run, "grpo", {})
+    texts = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "hidden" not in texts
+    record = tomllib.loads((tmp_path / "config.toml").read_text())
+    assert record["servers"] == ["http://a:8000/v1"]
+    assert record["rollout"] == {"token_limit": 7}
+    assert record["wandb"] == {"project": "sums", "settings": {}}
+    assert {name: record[name] for name in ("max_tokens_per_mb", "max_new_tokens", "engine")} == {
+        "max_tokens_per_mb": 4096,
+        "max_new_tokens": 256,
+        "engine": {"activation_checkpointing": "full"},
+    }
+    command = json.loads((tmp_path / "starts.jsonl").read_text())["command"]
+    assert command[2:] == ["rollout.api_key=***", "servers=['http://a:8000/v1']", "max_new_tokens=9"]
+    assert run.rollout["api_key"] == "hidden"
+
+
+def test_evaluations_are_kept_row_by_row(tmp_path: Path) -> None:
+    add_evaluation(tmp_path, 0, [[1.0], [0.0]])
+    add_evaluation(tmp_path, 2, [[1.0], [0.5]])
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew\n')
+    add_evaluation(tmp_path, 2, [[1.0], [1.0]])
+    assert read_evaluations(tmp_path) == {0: [[1.0], [0.0]], 2: [[1.0], [1.0]]}
+    start_record(config(tmp_path, resume=True), "sft", {})
+    assert len(read_evaluations(tmp_path)) == 2
+    start_record(config(tmp_path), "sft", {})
+    assert not (tmp_path / "evaluations.jsonl").exists()
 
 
 def test_another_run_does_not_replace_checkpoints(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from areal.tests.unit.rollout.runs import Client, running
 from areal.trainer.advantages import Groups, dr_grpo, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from areal.trainer.estimators import (
     GroupRelative,
+    OnPolicyDistillation,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     Sample,
@@ -95,6 +96,13 @@ def test_untrained_answers_stay_in_the_baseline_of_their_group() -> None:
     assert not RolloutReport([group], None, 0).untrained
     flat = Group(1, (sequence(1.0, 2), sequence(1.0, 9)))
     assert not RolloutReport([flat], 5, 0, skip_flat=True).untrained
+
+
+def test_distillation_is_the_difference_of_log_probs_at_trained_tokens() -> None:
+    keys = {"ref_logprobs": torch.tensor([-9.0, -1.0, -3.0]), "old_logprobs": torch.tensor([-1.0, -1.5, -0.5])}
+    (got,) = OnPolicyDistillation()([sample(5.0, **keys)], alone)
+    assert got["advantages"].tolist() == [0.0, 0.5, -2.5]
+    assert OnPolicyDistillation()([], alone) == []
 
 
 def test_reinforce_plus_plus_estimators_equal_their_functions() -> None:

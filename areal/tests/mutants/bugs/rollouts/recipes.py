@@ -95,3 +95,42 @@ def evaluations_of_a_run_are_not_logged(right: Function) -> Function:
         self.results.add(self.trainer.step, self.evaluate())
 
     return wrong
+
+
+@mutant("areal.recipes.record.secrets:public_settings", RECORD.format("no_record_has_a_secret"))
+def record_has_secrets(right: Function) -> Function:
+    """Keys of servers and services are written to the record."""
+    return lambda config: config.model_dump(mode="json")
+
+
+@mutant(
+    "areal.trainer.estimators:OnPolicyDistillation.__call__",
+    "unit/trainer/test_estimators.py::test_distillation_is_the_difference_of_log_probs_at_trained_tokens",
+)
+def distillation_goes_away_from_the_teacher(right: Function) -> Function:
+    """Tokens that the teacher prefers become less likely."""
+
+    def wrong(self: Any, samples: Any, sum_over_ranks: Any) -> Any:
+        return [each | {"advantages": -each["advantages"]} for each in right(self, samples, sum_over_ranks)]
+
+    return wrong
+
+
+@mutant("areal.recipes.reproduce:compare", "unit/recipes/test_command.py::test_a_run_is_reproduced_to_the_bit")
+def another_run_is_called_the_same(right: Function) -> Function:
+    """A repetition is compared with any tolerance."""
+    return lambda recorded, run, steps, tolerance: right(recorded, run, steps, 1e9)
+
+
+@mutant("areal.recipes.record.run_record:start_record", RECORD.format("evaluations_are_kept_row_by_row"))
+def evaluations_of_another_run_stay(right: Function) -> Function:
+    """A run that begins again keeps the evaluations of the one before, and is compared with them."""
+
+    def wrong(config: Any, recipe: str, fingerprints: Any) -> None:
+        file = config.output / "evaluations.jsonl"
+        text = file.read_text() if file.exists() else None
+        right(config, recipe, fingerprints)
+        if text is not None:
+            file.write_text(text)
+
+    return wrong

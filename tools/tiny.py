@@ -1,7 +1,7 @@
 """A tiny model with random weights and a real tokenizer, to try a script within a minute.
 
-python examples/smollm.py runs/SmolLM2-135M-Instruct
-python examples/tiny.py runs/tiny --tokenizer runs/SmolLM2-135M-Instruct
+python tools/smollm.py runs/SmolLM2-135M-Instruct
+python tools/tiny.py runs/tiny --tokenizer runs/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations

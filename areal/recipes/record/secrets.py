@@ -1,0 +1,38 @@
+"""Secrets among settings, such as the key of a server: they are used, and no record or tracker has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from areal.recipes.config import RunConfig
+
+_SECRET = re.compile(
+    r"(^|[_-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?|authorization)$", re.I
+)
+_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def public_settings(config: RunConfig) -> dict[str, Any]:
+    """Return all settings as JSON values, without those whose name is that of a secret, and URLs without user and password."""
+    settings = _public(config.model_dump(mode="json"))
+    return dict(settings)
+
+
+def public_command(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with ``***`` in place of secrets."""
+    shown = []
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        is_secret = equals and _SECRET.search(key.rpartition(".")[2])
+        shown.append(f"{key}=***" if is_secret else _USER_OF_URL.sub("", argument))
+    return shown
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _public(each) for name, each in value.items() if not _SECRET.search(str(name))}
+    if isinstance(value, list):
+        return [_public(each) for each in value]
+    return _USER_OF_URL.sub("", value) if isinstance(value, str) else value
