@@ -1,92 +1,59 @@
-"""Sums of two numbers as prompts, answers and training samples, for clients of the Tinker protocol."""
+"""Sums of two numbers as prompts, answers and training samples, for clients of the Tinker SDK."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tinker
 
-SYSTEM = "Answer with just the number."
-"""System message of every prompt."""
+
+class Problem(NamedTuple):
+    question: str
+    answer: str
 
 
-@dataclass(frozen=True)
-class Question:
-    """The sum of two numbers."""
-
-    left: int
-    right: int
-
-    @property
-    def text(self) -> str:
-        return f"What is {self.left} + {self.right}?"
-
-    @property
-    def answer(self) -> str:
-        return str(self.left + self.right)
-
-
-def questions(count: int, seed: int) -> list[Question]:
-    """Draw questions with numbers from 0 to 99. The same seed gives the same questions."""
+def problems(count: int, seed: int) -> list[Problem]:
+    """Draw sums of numbers from 0 to 99. The same seed gives the same sums."""
     draw = random.Random(seed)
-    return [Question(draw.randrange(100), draw.randrange(100)) for _ in range(count)]
+    numbers = [(draw.randrange(100), draw.randrange(100)) for _ in range(count)]
+    return [Problem(f"What is {a} + {b}?", str(a + b)) for a, b in numbers]
 
 
-def prompt_ids(tokenizer: Any, question: Question) -> list[int]:
+def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:
     """Return the token ids of a question in the chat format of the model, up to the beginning of the answer."""
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
+    system = {"role": "system", "content": "Answer with just the number."}
+    messages = [system, {"role": "user", "content": problem.question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def answer_ids(tokenizer: Any, question: Question) -> list[int]:
-    """Return the token ids of the right answer, with the end of the turn."""
-    return [*tokenizer.encode(question.answer, add_special_tokens=False), tokenizer.eos_token_id]
-
-
-def is_right(tokenizer: Any, question: Question, tokens: Sequence[int]) -> bool:
+def is_right(tokenizer: Any, problem: Problem, tokens: Sequence[int]) -> bool:
     """Return True if an answer is the sum and nothing else."""
-    return tokenizer.decode(tokens, skip_special_tokens=True).strip() == question.answer
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip() == problem.answer
 
 
 def datum(prompt: Sequence[int], answer: Sequence[int], **inputs: Sequence[float]) -> tinker.Datum:
-    """Return a training sample of a prompt and its answer. Position ``t`` predicts token ``t + 1``.
-
-    Args:
-        prompt: ``[P]`` token ids.
-        answer: ``[A]`` token ids.
-        inputs: for each name, ``[A]`` numbers for the tokens of the answer. Tokens of the prompt have 0.
-    """
-    given = len(prompt) - 1
+    """Return a training sample. ``inputs`` of the loss have a number for each token of the answer; those of the prompt have 0."""
+    tokens = [*prompt, *answer]
+    padded = {name: [0.0] * (len(prompt) - 1) + list(values) for name, values in inputs.items()}
     return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([*prompt, *answer[:-1]]),
-        loss_fn_inputs={
-            "target_tokens": tinker.TensorData(data=[*prompt[1:], *answer], dtype="int64", shape=[given + len(answer)]),
-            **{
-                name: tinker.TensorData(data=[0.0] * given + list(values), dtype="float32", shape=[given + len(values)])
-                for name, values in inputs.items()
-            },
-        },
+        model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:], **padded}
     )
 
 
-def served_model() -> str:
-    """Return the name of the model that the server has."""
-    capabilities = tinker.RestClient().get_server_capabilities().result()
-    return str(capabilities.supported_models[0].model_name)
+def new_adapter(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    """Return the model that the server has, with a new adapter."""
+    name = service.get_server_capabilities().supported_models[0].model_name
+    return service.create_lora_training_client(str(name), rank=16, seed=0).result()
 
 
-def accuracy(tokenizer: Any, client: tinker.SamplingClient, held_out: Sequence[Question]) -> float:
-    """Return the fraction of questions whose most likely answer is right."""
+def accuracy(tokenizer: Any, training: tinker.TrainingClient, held_out: Sequence[Problem]) -> float:
+    """Return the fraction of problems whose most likely answer is right, with the weights that are trained."""
+    client = training.save_weights_and_get_sampling_client().result()
     greedy = tinker.SamplingParams(max_tokens=8, temperature=0, stop=[tokenizer.eos_token_id])
-    futures = [
-        client.sample(tinker.ModelInput.from_ints(prompt_ids(tokenizer, question)), 1, greedy) for question in held_out
-    ]
-    right = [
-        is_right(tokenizer, question, future.result().sequences[0].tokens)
-        for question, future in zip(held_out, futures, strict=True)
-    ]
-    return sum(right) / len(right)
+    prompts = [tinker.ModelInput.from_ints(prompt_ids(tokenizer, problem)) for problem in held_out]
+    futures = [client.sample(prompt, 1, greedy) for prompt in prompts]
+    answers = [future.result().sequences[0].tokens for future in futures]
+    return sum(is_right(tokenizer, *pair) for pair in zip(held_out, answers, strict=True)) / len(held_out)
