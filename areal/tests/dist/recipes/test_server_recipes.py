@@ -2,6 +2,7 @@
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -42,6 +43,22 @@ def test_run_with_a_server_that_runs(backend: str, tmp_path: Path) -> None:
         run(tmp_path / "run", backend=backend, servers=[server.url]).train()
         assert not is_closed(server.url)
     assert len(curve(tmp_path / "run", ("rollout/reward",))["rollout/reward"]) == 3
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_three_seeds_learn_on_servers_as_they_do_on_a_replica(backend: str, tmp_path: Path) -> None:
+    """Server and replica sample other answers; the means over seeds differ by less than three standard errors."""
+    settings = {"steps": 6, "groups": 6, "group_size": 6, "lr": 1e-2, "eval_every": None, "eval_samples": 8}
+    rewards: dict[str, list[list[float]]] = {"replica": [], "servers": []}
+    for where, its in {"replica": {}, "servers": {"start_server": COMMAND}}.items():
+        for seed in range(3):
+            output = tmp_path / f"{where}-{seed}"
+            run(output, backend=backend, seed=seed, **settings, **its).train()
+            rewards[where].append(curve(output, ("eval/reward",))["eval/reward"])
+    after = {where: [last for _, last in each] for where, each in rewards.items()}
+    assert all(last > first + 0.1 for each in rewards.values() for first, last in each), rewards
+    error = (sum(statistics.variance(each) / 3 for each in after.values())) ** 0.5
+    assert abs(statistics.fmean(after["replica"]) - statistics.fmean(after["servers"])) < max(3 * error, 0.1), rewards
 
 
 def is_closed(url: str) -> bool:

@@ -21,8 +21,6 @@ from areal.utils.distributed import TORCHRUN_VARIABLES
 
 ROOT = Path(areal.__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-OTHERS = ("ray", "smollm.py", "tiny.py")
-"""Programs that are no examples of one thing."""
 LINES = 60
 RAY = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local", "RAY_worker_niceness": "0"}
 """A cluster of its own. Where the cores are busy, workers of the default niceness (15) take minutes to start."""
@@ -163,8 +161,7 @@ def run(tmp_path: Path) -> Runner:
 
 def examples() -> dict[str, str]:
     """Return the text of each example, by its name in the folder."""
-    names = {path.relative_to(EXAMPLES): path.read_text() for path in EXAMPLES.rglob("*.py")}
-    return {name.as_posix(): text for name, text in names.items() if name.parts[0] not in OTHERS}
+    return {path.relative_to(EXAMPLES).as_posix(): path.read_text() for path in EXAMPLES.rglob("*.py")}
 
 
 def test_every_example_is_run() -> None:
