@@ -22,8 +22,10 @@ PROJECT = (
     "CONTRIBUTING.md",
     "Makefile",
     "mkdocs.yml",
+    "Dockerfile",
+    ".dockerignore",
 )
-FOLDERS = (".ci", "areal", "benchmarks", "docs", "examples")
+FOLDERS = (".ci", "areal", "benchmarks", "docs", "examples", "tools")
 
 PRINT_PACKAGE = "\nimport areal\n\nprint('package', areal.__file__)\n"
 
