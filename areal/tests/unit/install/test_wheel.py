@@ -22,6 +22,8 @@ PROJECT = (
     "CONTRIBUTING.md",
     "Makefile",
     "mkdocs.yml",
+    "Dockerfile",
+    ".dockerignore",
 )
 FOLDERS = (".ci", "areal", "benchmarks", "docs", "examples", "recipes", "tools")
 
