@@ -51,9 +51,9 @@ _TOPIC_SIZE = 10
 
 _HEADER = """# Settings of recipes
 
-Settings of `areal sft|dpo|rm|grpo|ppo|distill` and of the functions of `areal.recipes`. In a TOML file and
-as `key=value` on the command line they have the same names; a later file or `key=value` replaces an
-earlier one, and keys of a table are written with a dot:
+Settings of `areal sft|dpo|rm|grpo|ppo|distill` and of the functions of `areal.recipes`. In a TOML
+file and as `key=value` on the command line they have the same names; a later file or `key=value`
+replaces an earlier one, and keys of a table are written with a dot:
 
 ```text
 areal grpo run.toml lr=1e-6 engine.activation_checkpointing=full 'trackers=["console", "wandb"]'
