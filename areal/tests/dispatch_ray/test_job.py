@@ -1,4 +1,4 @@
-"""The example of a Ray job runs by one command, and goes on after the loss of a process."""
+"""A recipe is a Ray job by one command, and goes on after the loss of a process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal.tests.harness.recipes.character_tokenizer import EXAMPLES, character_tokenizer
+import areal
+from areal.tests.harness.recipes.recipe_data import rows, save_model
+from areal.trainer.trackers import read_metrics
 
 pytestmark = [
     pytest.mark.timeout(580),
     pytest.mark.skipif(find_spec("opencensus") is None, reason="job submission needs ray[default]"),
-    pytest.mark.skipif(find_spec("matplotlib") is None, reason="the example needs the extra demo"),
 ]
 
 HEAD = """
@@ -62,37 +61,41 @@ def head(apart: dict[str, str]) -> Iterator[tuple[psutil.Process, dict[str, str]
         program.wait(60)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """Return the directory of a tiny model with a tokenizer."""
-    tokenizer = character_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+REWARD = """
+def reward(row, answer):
+    return sum("a" <= character < "n" for character in answer) / max(1, len(answer))
+"""
+SETTINGS = f"""
+dataset = "rows.jsonl"
+reward = "task.py:reward"
+dtype = "float32"
+held_out = 4
+steps = {STEPS}
+groups = 4
+group_size = 4
+max_new_tokens = 4
+kl_coef = 0.01
+checkpoint_every = 1
+max_losses = 1
+"""
 
 
-def test_job_goes_on_after_the_loss_of_a_process(
-    head: tuple[psutil.Process, dict[str, str]], model: Path, tmp_path: Path
-) -> None:
+def test_job_goes_on_after_the_loss_of_a_process(head: tuple[psutil.Process, dict[str, str]], tmp_path: Path) -> None:
     cluster, environment = head
-    log, output = tmp_path / "log", tmp_path / "output"
-    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", str(EXAMPLES)]
-    submit += ["--runtime-env-json", json.dumps({"py_modules": [str(EXAMPLES.parent / "areal")]}), "--"]
-    submit += ["python", "ray/grpo_job.py", "--model", str(model), "--output", str(output), "--backend", "fsdp:d2"]
-    submit += f"--dtype float32 --plain --steps {STEPS} --groups 4 --group-size 4 --eval-size 8".split()
-    submit += ["--system", "", "--warmup-steps", "1", "--warmup-batch-size", "8", "--kl-coef", "0.01"]
+    log, output, folder = tmp_path / "log", tmp_path / "output", tmp_path / "job"
+    save_model(tmp_path / "model", num_key_value_heads=2, max_position_embeddings=256)
+    folder.mkdir()
+    for name, text in (
+        ("rows.jsonl", "\n".join(map(json.dumps, rows(24)))),
+        ("task.py", REWARD),
+        ("run.toml", SETTINGS),
+    ):
+        (folder / name).write_text(text)
+    package = str(Path(areal.__file__).parent)
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", str(folder)]
+    submit += ["--runtime-env-json", json.dumps({"py_modules": [package]}), "--"]
+    submit += ["python", "-m", "areal.cli", "grpo", "run.toml", "--ray", "backend=fsdp:d2"]
+    submit += [f"model={tmp_path / 'model'}", f"output={output}"]
 
     def submitted() -> subprocess.Popen[bytes]:
         with open(log, "wb") as file:
@@ -117,12 +120,12 @@ def test_job_goes_on_after_the_loss_of_a_process(
         job.kill()
 
     text = log.read_text()
-    assert "lost: rank" in text
-    assert "going on after step" in text
-    results = json.loads((output / "curves.json").read_text())
+    assert "loss 1 of at most 1: rank" in text
+    assert "goes on after step" in text
+    steps = read_metrics(output / "metrics.jsonl")
+    assert sorted(steps) == list(range(STEPS + 1))
     for name in ("rollout/reward", "actor/loss", "actor/grad_norm"):
-        assert len(results["curves"][name]) == STEPS
-        assert all(math.isfinite(value) for value in results["curves"][name]), name
-    assert set(results["accuracy"]) == {"0", str(STEPS)}
+        assert all(math.isfinite(steps[step][name]) for step in range(1, STEPS + 1)), name
+    assert [step for step, its in steps.items() if "eval/reward" in its] == [0, STEPS]
     assert os.listdir(output / "checkpoints" / "policy") == [f"step-{STEPS:06d}"]
     assert (output / "model" / "model.safetensors").exists()
