@@ -8,6 +8,7 @@ at the end.
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -42,7 +43,7 @@ class Guess:
 def main(model: str, steps: str) -> None:
     chat = Chat(AutoTokenizer.from_pretrained(model))
     episode = EnvironmentEpisode(chat, Guess, Sampling(max_new_tokens=8), max_turns=6)
-    config = GRPOConfig(model=model, steps=int(steps), held_out=8, max_context=512, output="runs/environment")
+    config = GRPOConfig(model=model, steps=int(steps), held_out=8, max_context=512, output=Path("runs/environment"))
     run = GRPORun(config, ROWS, episode=episode)
     print(f"held-out reward {run.train()['eval/reward']:.3f}")
 

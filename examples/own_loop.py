@@ -8,6 +8,7 @@ Prints the mean reward of each step.
 import asyncio
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,19 +41,18 @@ def main(model: str, steps: int) -> None:
     objective = policy_objective(ImportanceSampling(old="rollout_logprobs"), TokenMean())
     with create_engine(TrainEngineConfig(path=model, optimizer=OptimizerConfig(lr=1e-5))) as engine:
         engine.initialize(FinetuneSpec(total_train_steps=steps))
-        replica = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa").to(engine.device).eval()
-        rollout = LocalRollout(replica, max_context=256, seed=0)
-        for step in range(1, steps + 1):
-            batch = [sequence.sample() for sequence in asyncio.run(play(rollout, chat))]
-            rewards = torch.stack([sample["rewards"] for sample in batch])
-            groups = Groups.local(torch.stack([sample["group_ids"] for sample in batch]))
-            advantages = to_samples(grpo(rewards, groups), [sample["loss_mask"] for sample in batch])
-            for sample, values in zip(batch, advantages, strict=True):
-                sample["advantages"] = values
-            done = engine.train_batch(batch, objective)
-            rollout.update(engine.named_tensors(), version=step)
-            print(f"step {step}: reward {rewards.mean():.3f}, loss {done.loss:.4f}", flush=True)
-        rollout.close()
+        replica: Any = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
+        with LocalRollout(replica.to(engine.device).eval(), max_context=256, seed=0) as rollout:
+            for step in range(1, steps + 1):
+                batch = [sequence.sample() for sequence in asyncio.run(play(rollout, chat))]
+                rewards = torch.stack([sample["rewards"] for sample in batch])
+                groups = Groups.local(torch.stack([sample["group_ids"] for sample in batch]))
+                advantages = to_samples(grpo(rewards, groups), [sample["loss_mask"] for sample in batch])
+                for sample, values in zip(batch, advantages, strict=True):
+                    sample["advantages"] = values
+                done = engine.train_batch(batch, objective)
+                rollout.update(engine.named_tensors(), version=step)
+                print(f"step {step}: reward {rewards.mean():.3f}, loss {done.loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

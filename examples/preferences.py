@@ -9,6 +9,7 @@ head, in a separate file.
 """
 
 import sys
+from typing import Any
 
 from areal.recipes import dpo, reward_model
 
@@ -21,7 +22,7 @@ PAIRS = [
 
 def main(method: str, model: str, steps: str) -> None:
     recipe = {"dpo": dpo, "rm": reward_model}[method]
-    run = recipe(model, PAIRS, steps=int(steps), held_out=32, lr=1e-5, output=f"runs/{method}")
+    run: Any = recipe(model, PAIRS, steps=int(steps), held_out=32, lr=1e-5, output=f"runs/{method}")
     print(f"held-out accuracy {run.train()['eval/preference/accuracy']:.3f}")
 
 

@@ -13,11 +13,9 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from areal import FinetuneSpec, OptimizerConfig, SaveLoadMeta, TrainEngineConfig
-from areal.api import Batch, TokenOutputs
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray import RayWorkers
@@ -26,7 +24,8 @@ TEXTS = ("The quick brown fox jumps over the lazy dog.", "To be, or not to be.",
 CHECKPOINTS = Path("runs/ray").absolute()
 
 
-def loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
+def loss(outputs, batch):
+    """Return the cross-entropy: a sum, which the engine divides by the number of predicted tokens."""
     return -outputs.logprobs.sum()
 
 

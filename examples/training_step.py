@@ -10,11 +10,9 @@ The losses that are printed are equal on every layout: data parallel (``fsdp:d2`
 import sys
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from areal import FinetuneSpec, OptimizerConfig, TrainEngineConfig, create_engine
-from areal.api import Batch, TokenOutputs
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -24,7 +22,7 @@ TEXTS = (
 )
 
 
-def focal_loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
+def focal_loss(outputs, batch):
     """Return a cross-entropy in which tokens that the model predicts well count less.
 
     Tensors are packed, ``[T]`` tokens of several sequences. A loss is a sum: the engine divides it by the number of predicted tokens of

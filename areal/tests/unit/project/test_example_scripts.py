@@ -75,7 +75,7 @@ def training_step(run: Runner) -> None:
 def sft(run: Runner) -> None:
     run("sft.py", "tiny", "5")
     assert run.number("held-out loss") == f"{run.metrics('sft')[5]['eval/loss']:.4f}"
-    run.has("sft", "curves.png", "checkpoints/step-000005", "model/config.json")
+    run.has("sft", "curves.png", "checkpoints/model/step-000005", "model/config.json")
     run("sft.py", "tiny", "6", "fsdp:d2", ranks=2)
     assert "resumed after step 5 of 6" in run.errors
     assert [step for step, its in run.metrics("sft").items() if "eval/loss" in its] == [0, 5, 6]
@@ -84,7 +84,7 @@ def sft(run: Runner) -> None:
 
 def grpo(run: Runner) -> None:
     run("grpo.py", "tiny", "5")
-    run.has("grpo", "curves.png", "samples.html", "checkpoints/step-000005", "model/config.json")
+    run.has("grpo", "curves.png", "samples.html", "checkpoints/policy/step-000005", "model/config.json")
     run("grpo.py", "tiny", "6")
     assert "resumed after step 5 of 6" in run.errors
     assert [step for step, its in run.metrics("grpo").items() if "eval/reward" in its] == [0, 5, 6]
@@ -136,7 +136,7 @@ def ray_actors(run: Runner) -> None:
     printed = run("ray_actors.py", "tiny", "--kill")
     steps = re.findall(r"^step (\d): loss (\S+)$", printed, re.MULTILINE)
     assert [step for step, _ in steps] == ["1", "2", "3", "3", "4", "5", "6"]
-    assert re.search(r"^rank 1 .*died", printed, re.MULTILINE)
+    assert re.search(r"rank 1 \(pid.* died", printed)
     assert steps[2] == steps[3]
 
 
