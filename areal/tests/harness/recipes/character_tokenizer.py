@@ -1,14 +1,9 @@
-"""Folder of the examples, and a tokenizer that needs no download."""
+"""A tokenizer that needs no download."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-EXAMPLES = Path(__file__).parents[4] / "examples"
-
 
 OPEN, CLOSE, UNKNOWN = "<|im_start|>", "<|im_end|>", "<unk>"
 
