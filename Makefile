@@ -21,7 +21,7 @@ AREAL := OMP_NUM_THREADS=$(HALF) $(BIN)/areal
 COMPARE := $(BIN)/python recipes/compare.py
 WARM_UP := sft recipes/arithmetic/warm_up.toml
 GRPO := grpo recipes/arithmetic/grpo.toml
-SHORT := evaluation=recipes/arithmetic/problems.py:shown
+SHORT := evaluation= held_out=16
 
 # Versions of the published SDK that the tests run against the server, each in an environment without torch.
 TINKER := $(foreach version,0.38.0 0.24.1,$(VENV)-tinker-$(version)/.ready)
@@ -67,7 +67,7 @@ demo-short: $(MODEL) ## Run a few steps of SFT and of GRPO.
 	$(AREAL) $(GRPO) backend=fsdp:d2 model=runs/short-sft/model output=runs/short-grpo steps=1 groups=2 $(SHORT)
 
 demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one on Megatron, in float32.
-	$(AREAL) sft recipes/distillation/teacher.toml backend=fsdp:d2 output=runs/demo-layouts dtype=float32 steps=3 $(SHORT)
+	$(AREAL) sft recipes/distillation/teacher.toml backend=fsdp:d2 output=runs/demo-layouts steps=3 $(SHORT)
 	for layout in fsdp:c2 fsdp:t3 fsdp:p2 megatron:p2; do \
 	  $(AREAL) reproduce runs/demo-layouts 3 backend=$$layout tolerance=1e-4 || exit 1; \
 	done

@@ -39,7 +39,7 @@ _SHUTDOWN_SECONDS = 3600
 """Longest step after a first Ctrl-C. A second one ends the ranks at once."""
 _USAGE = """usage: areal {name} [CONFIG.toml] [key=value ...] [--dry-run] [--resume] [--ray]
 
-A key names a setting of the file, such as lr=1e-6 or engine.activation_checkpointing=full, and replaces it.
+A key names a setting of the file, such as lr=1e-6 or engine.activation_checkpointing=full, and replaces it; key= leaves it out.
 Without torchrun, the processes of the layout are started on this machine.
 
   --dry-run  check everything, print the settings, memory and the first row as the model sees it; train nothing
@@ -125,7 +125,7 @@ def read_settings(options: Sequence[str]) -> dict[str, Any]:
             settings |= _FLAGS[option]
         elif "=" in option and not option.startswith("-"):
             key, _, text = option.partition("=")
-            _set(settings, key.split("."), _value(text))
+            _set(settings, key.split("."), text)
         elif option.endswith(".toml"):
             settings = _merged(settings, _read(Path(option)))
         elif option != "--dry-run":
@@ -168,10 +168,14 @@ def _value(text: str) -> Any:
         return text
 
 
-def _set(settings: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+def _set(settings: dict[str, Any], keys: Sequence[str], text: str) -> None:
+    """Set a value, or remove it if the text is empty."""
     for key in keys[:-1]:
         settings = settings.setdefault(key, {})
-    settings[keys[-1]] = value
+    if text:
+        settings[keys[-1]] = _value(text)
+    else:
+        settings.pop(keys[-1], None)
 
 
 def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from areal.utils.data.sequences import Segment, from_segments
 class Text:
     """Prompts, samples and answers as plain text, with the methods of :class:`areal.chat.Chat` that recipes use.
 
-    The contents of messages are joined by line breaks. An answer begins in a new line, and ends with the end-of-sequence token. Prompt and
-    answer are tokenised apart: the tokens of a prompt do not depend on its answer.
+    The contents of the messages of a prompt are joined by line breaks. An answer follows at once, as in TRL: a space or a line break between
+    both is part of the row. It ends with the end-of-sequence token. Prompt and answer are tokenised apart: the tokens of a prompt do not
+    depend on its answer.
 
     Args:
         tokenizer: has an end-of-sequence token.
@@ -38,8 +39,7 @@ class Text:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens before an answer. An earlier answer is part of the text."""
-        text = "\n".join(str(message["content"]) for message in messages)
-        return self._ids(f"{text}\n", first=True)
+        return self._ids("\n".join(str(message["content"]) for message in messages), first=True)
 
     def segments(self, messages: Sequence[Message], train: Literal["all", "last"] = "all") -> tuple[Segment, ...]:
         """Return the tokens of a conversation of one answer, at its end. Trained are the answer and the end-of-sequence token.

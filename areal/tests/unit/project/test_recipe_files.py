@@ -82,7 +82,7 @@ def test_each_recipe_has_a_readme_with_its_commands() -> None:
 
 def test_parts_of_the_data_are_apart() -> None:
     parts = [load_function(f"recipes/arithmetic/problems.py:{name}")() for name in ("held_out", "shown", "train")]
-    questions = [{entry["question"] for entry in part} for part in parts]
+    questions = [{entry.get("prompt") or entry["question"] for entry in part} for part in parts]
     assert [len(part) for part in parts] == [len(each) for each in questions]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(questions, 2))
     reward: Callable[[Any, str], float] = load_function("recipes/arithmetic/problems.py:reward")

@@ -50,6 +50,8 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
     resumed = file.parent / "resumed.toml"
     resumed.write_text("resume = false")
     assert read_settings(["--resume", str(resumed)]) == {"resume": True}
+    assert "lr" not in read_settings(["lr=1e-6", "lr="])
+    assert read_settings([str(file), "engine.activation_checkpointing="])["engine"] == {}
     assert read_settings(["engine.grad_sync=call", str(file)])["engine"] == {
         "grad_sync": "call",
         "activation_checkpointing": "full",

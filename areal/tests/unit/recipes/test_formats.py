@@ -92,7 +92,7 @@ def test_plain_text_is_tokenised_apart_and_trains_the_answer_and_its_end() -> No
     tokenizer = character_tokenizer()
     text = Text(tokenizer)
     prompt = text.prompt([SYSTEM, USER])
-    assert tokenizer.decode(prompt) == "Be short.\n1+1?\n"
+    assert tokenizer.decode(prompt) == "Be short.\n1+1?"
     sample = text.sample([SYSTEM, USER, ANSWER])
     assert sample["input_ids"][: len(prompt)].tolist() == prompt
     # A value of a token is at the position before it.
