@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from areal.recipes.record.replaced_file import replaced
 
@@ -75,6 +76,7 @@ class CurvesTracker:
                 style = "o-" if name.startswith("eval/") else "-"
                 axis.plot(*zip(*points, strict=True), style, markersize=3, linewidth=1.2, label=name)
             axis.set(title=title, xlabel="step")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.3)
             if len(its) > 1:
                 axis.legend(fontsize="small")

@@ -17,20 +17,19 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "lr": 3e-3, "trackers": ("jsonl"
 """Settings of all small runs."""
 
 
-def save_model(path: Path, **sizes: int) -> None:
+def save_model(path: Path, **sizes: float) -> None:
     """Write a Llama of two layers and its tokenizer of characters, with a chat template."""
     words = character_tokenizer()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
-        **sizes,
-    )
+    fields: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "bos_token_id": words.bos_token_id,
+        "eos_token_id": words.eos_token_id,
+    }
+    config = LlamaConfig(vocab_size=len(words), **{**fields, **sizes})
     # On whichever rank is first.
     with writing():
         LlamaForCausalLM(config).save_pretrained(path)
