@@ -63,6 +63,7 @@ def test_no_record_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         rollout={"api_key": "hidden", "token_limit": 7},
         **settings,
     )
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "sys.argv", ["areal", "grpo", "rollout.api_key=hidden", f"servers={servers}", "max_new_tokens=9"]
     )
