@@ -49,7 +49,7 @@ NAMES = {
     r"^agents(_verifiers)?/": "a published agent",
     r"^chat/": "published chat templates",
     r"^dist/faults/test_torchrun_agents|_under_torchrun": "torchrun's agents",
-    r"^dist/trainer/test_(ppo|one_owner)": "runs of policy optimisation",
+    r"^dist/trainer/test_(ppo|one_owner)|_three_seeds_": "runs of policy optimisation",
     r"test_example_scripts\.py::test_script_runs": "example scripts",
     r"\bjax\b": "JAX",
     r"_compiled?_|test_compile\.py": "compiled layers",

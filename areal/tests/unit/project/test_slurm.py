@@ -194,7 +194,7 @@ def test_dry_run_on_one_node(slurm: Slurm, settings: Path) -> None:
 
 
 @needs_own_world
-def test_run_ends_with_a_checkpoint_before_the_limit_and_goes_on(slurm: Slurm, settings: Path) -> None:
+def test_run_ends_with_a_checkpoint_before_the_limit_and_goes_on_under_torchrun(slurm: Slurm, settings: Path) -> None:
     folder = settings.parent / "run"
     process = slurm.start("sft", str(settings), "steps=100000", EXECUTE="1")
     wait_for(folder / "metrics.jsonl", process)

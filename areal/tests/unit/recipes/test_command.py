@@ -153,7 +153,7 @@ def command(*options: Any) -> list[str]:
 
 
 @needs_own_world
-def test_command_starts_its_ranks_and_leaves_a_record(file: Path) -> None:
+def test_command_starts_its_ranks_and_leaves_a_record_under_torchrun(file: Path) -> None:
     done = subprocess.run(
         command("grpo", file, "backend=fsdp:d2", "checkpoint_every=1"), capture_output=True, text=True, timeout=240
     )
