@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import TrainEngineConfig
 from areal.engine.model.hub import read_config
-from areal.recipes.config import RunConfig
 from areal.recipes.record.secrets import public_settings
 from areal.recipes.run import Run
 
@@ -22,19 +21,13 @@ def description(run: Run[Any]) -> str:
     config = run.config
     return "\n".join(
         (
-            json.dumps(changed_settings(config), indent=2),
+            json.dumps(public_settings(config, changed_only=True), indent=2),
             f"{config.backend}: {config.engine_config().dims.world_size} ranks, {config.compute_dtype}",
             memory(config.engine_config()),
             "first row, with trained tokens in [[ ]]:",
             rendered(run),
         )
     )
-
-
-def changed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the public settings that are not defaults."""
-    changed = config.model_dump(mode="json", exclude_defaults=True)
-    return {name: value for name, value in public_settings(config).items() if name in changed}
 
 
 def memory(config: TrainEngineConfig) -> str:

@@ -99,7 +99,7 @@ def compare(recorded: RunStart, run: Run[RunConfig], steps: int, tolerance: floa
         again = read_metrics(run.config.output / METRICS)
     lines, largest = [], 0.0
     for step, numbers in known.items():
-        for name in set(NUMBERS) & numbers.keys():
+        for name in (name for name in NUMBERS if name in numbers):
             was, now = numbers[name], again[step].get(name, math.nan)
             difference = abs(was - now) / max(1.0, abs(was))
             largest = max(largest, difference)

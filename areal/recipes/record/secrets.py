@@ -14,10 +14,15 @@ _SECRET = re.compile(
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
-def public_settings(config: RunConfig) -> dict[str, Any]:
-    """Return all settings as JSON values, without those whose name is that of a secret, and URLs without user and password."""
-    settings = _public(config.model_dump(mode="json"))
-    return dict(settings)
+def public_settings(config: RunConfig, *, changed_only: bool = False) -> dict[str, Any]:
+    """Return settings as JSON values, without those whose name is that of a secret, and URLs without user and password.
+
+    Args:
+        config: settings of a run.
+        changed_only: leave out those that are defaults.
+    """
+    settings: dict[str, Any] = _public(config.model_dump(mode="json", exclude_defaults=changed_only))
+    return settings
 
 
 def public_command(arguments: Sequence[str]) -> list[str]:

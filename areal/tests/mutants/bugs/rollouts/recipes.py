@@ -100,7 +100,7 @@ def evaluations_of_a_run_are_not_logged(right: Function) -> Function:
 @mutant("areal.recipes.record.secrets:public_settings", RECORD.format("no_record_has_a_secret"))
 def record_has_secrets(right: Function) -> Function:
     """Keys of servers and services are written to the record."""
-    return lambda config: config.model_dump(mode="json")
+    return lambda config, **options: config.model_dump(mode="json")
 
 
 @mutant(
