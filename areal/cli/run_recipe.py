@@ -77,10 +77,8 @@ def run_recipe(name: str, options: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"areal {name}: interrupted", file=sys.stderr)
         return EXIT_CODE
-    except ValidationError as error:
-        return _fail(name, _messages(error))
     except ValueError as error:
-        return _fail(name, str(error))
+        return _fail(name, _message(error))
     return 0
 
 
@@ -101,10 +99,8 @@ def run_reproduce(options: Sequence[str]) -> int:
             if (processes := _processes(config)) > 1 and not is_rank():
                 return _run_ranks(processes, "reproduce", options)
             compared = module.compare(recorded, getattr(recipes, run_name)(config), steps, tolerance)
-    except ValidationError as error:
-        return _fail("reproduce", _messages(error))
     except ValueError as error:
-        return _fail("reproduce", str(error))
+        return _fail("reproduce", _message(error))
     if compared is None:
         return 0
     same = f"differ by {compared.largest:.1e} at most" if compared.largest else "are the same to the bit"
@@ -214,8 +210,10 @@ def _run_ranks(processes: int, name: str, options: Sequence[str]) -> int:
     return 0
 
 
-def _messages(error: ValidationError) -> str:
-    """Return the errors of settings, one per line, without what pydantic says about its own documentation."""
+def _message(error: ValueError) -> str:
+    """Return the text of an error; of wrong settings one line each, without what pydantic says about its own documentation."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     lines = []
     for each in error.errors(include_url=False, include_context=False):
         place = ".".join(map(str, each["loc"]))
