@@ -91,3 +91,18 @@ def reduction_counted_twice(right: Function) -> Function:
 def reductions_not_told_apart(right: Function) -> Function:
     """FSDP's reductions within a backward are counted as backward."""
     return lambda model, timer: None
+
+
+_GATHERED = "dist/parallel/test_gathered_bytes.py::"
+
+
+@mutant("areal.utils.dtensor:gathered_dtype", _GATHERED + "test_half_the_bytes*[*fsdp:d2]")
+def shards_gathered_before_the_cast(right: Function) -> Function:
+    """A stream of weights in a narrower dtype gathers master weights."""
+    return lambda own, wanted: own
+
+
+@mutant("areal.engine.torch.weights:ShardedWeights.named_tensors", _GATHERED + "test_adapter_is_merged*[fsdp:d2]")
+def adapter_merged_into_rounded_weights(right: Function) -> Function:
+    """Weights with an adapter are rounded before the merge as well as after it."""
+    return lambda self, *, dtype=None, exact=None: right(self, dtype=dtype)
