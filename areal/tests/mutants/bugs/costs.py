@@ -106,3 +106,21 @@ def shards_gathered_before_the_cast(right: Function) -> Function:
 def adapter_merged_into_rounded_weights(right: Function) -> Function:
     """Weights with an adapter are rounded before the merge as well as after it."""
     return lambda self, *, dtype=None, exact=None: right(self, dtype=dtype)
+
+
+@mutant(
+    "areal.engine.fsdp.expert_parallel:_DispatchedExperts.use",
+    "unit/gpu/test_host_waits.py::test_expert_parallelism_waits_once*[*full]",
+)
+def exchange_planned_again(right: Function) -> Function:
+    """The recomputation of a layer exchanges the numbers of rows again, and reads them on the host."""
+    return lambda self, plans: None
+
+
+@mutant(
+    "areal.engine.fsdp.expert_parallel:_CopiedRows.backward",
+    "unit/gpu/test_host_waits.py::test_copies_of_rows_for_their_experts_are_one_gather",
+)
+def gradients_of_copies_unsorted(right: Function) -> Function:
+    """The gradients of a token's copies are summed in the order in which they were sent."""
+    return lambda ctx, grad: (grad.unflatten(0, ctx.shape).sum(1), None, None, None)
