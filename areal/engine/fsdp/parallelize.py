@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from areal.api.config import ActivationCheckpointing, TrainEngineConfig, torch_dtype
 from areal.engine.fsdp.activation_checkpointing import RecomputedForward, recompute_layers
 from areal.engine.fsdp.expert_parallel import keep_dispatch, spread_experts, stacked_experts
+from areal.engine.fsdp.gathered_tokens import keep_gathered
 from areal.engine.fsdp.tensor_parallel import split_tensors
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
@@ -78,9 +79,11 @@ def checkpoint_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing,
     """Make layers recompute their activations, but not how tokens are exchanged, in place. Arguments as for :func:`recompute_layers`."""
     recompute_layers(layers, how, fraction)
     for layer in layers:
-        remember = keep_dispatch(layer)
-        if remember is not None and isinstance(layer.forward, RecomputedForward):
-            layer.forward.remember.append(remember)
+        if isinstance(layer.forward, RecomputedForward):
+            keep_gathered(layer)
+            remember = keep_dispatch(layer)
+            if remember is not None:
+                layer.forward.remember.append(remember)
 
 
 def _shard_mesh(mesh: DeviceMesh, shards: str) -> DeviceMesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areal.tests.mutants.planting import Function, mutant
@@ -124,3 +125,23 @@ def exchange_planned_again(right: Function) -> Function:
 def gradients_of_copies_unsorted(right: Function) -> Function:
     """The gradients of a token's copies are summed in the order in which they were sent."""
     return lambda ctx, grad: (grad.unflatten(0, ctx.shape).sum(1), None, None, None)
+
+
+_TOKENS = "dist/parallel/test_gathered_tokens.py::"
+
+
+@mutant("areal.engine.fsdp.gathered_tokens:GatheredTokens.linear", _TOKENS + "test_backward_keeps*[*even]")
+def gathered_tokens_saved(right: Function) -> Function:
+    """Tensor-parallel linear layers save the tokens of all ranks."""
+    return lambda self, x, weight, bias: torch.nn.functional.linear(x, weight, bias)
+
+
+@mutant("areal.engine.fsdp.gathered_tokens:_Again.gather", _TOKENS + "test_backward_keeps*[*even]")
+def tokens_gathered_for_each_layer(right: Function) -> Function:
+    """Each linear layer of a block gathers the tokens again."""
+
+    def wrong(self: Any, shard: Tensor) -> Any:
+        self._full = None
+        return right(self, shard)
+
+    return wrong
