@@ -326,6 +326,7 @@ class EngineState(TrainEngine):
             nbytes = memory.offload(params=params, grads=grads, optimizer=optimizer)
         # The allocator would keep the freed memory for this process: return it, for an inference engine on this device.
         platform.empty_cache(self.device)
+        platform.give_back(self.device)
         self._moved["offloaded_bytes"] += nbytes
         if self.control.rank == 0:
             returned = reserved - platform.reserved_bytes(self.device)
