@@ -145,3 +145,15 @@ def tokens_gathered_for_each_layer(right: Function) -> Function:
         return right(self, shard)
 
     return wrong
+
+
+_GROUPS = "unit/gpu/test_gpu_of_each_rank.py::"
+
+
+@mutant(
+    "areal.utils.platform:collective_backend",
+    _GROUPS + "test_groups_of_tensors_are_of_nccl_alone_and_the_control_plane_of_gloo",
+)
+def groups_of_tensors_with_gloo(right: Function) -> Function:
+    """Each group of an engine on GPUs also connects its ranks over gloo."""
+    return lambda: "cpu:gloo,cuda:nccl"
