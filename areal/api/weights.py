@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -43,9 +45,28 @@ class TensorSource(Protocol):
 class WeightSource(TensorSource, Protocol):
     """Stream of an engine's weights and gradients. Collective: all ranks iterate to the end, in step with each other."""
 
+    def named_tensors(self, *, dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
+        """Yield full tensors under their Hugging Face names.
+
+        Args:
+            dtype: dtype that the caller casts the tensors to. If it is narrower, shards may be cast before they are gathered.
+        """
+        ...
+
     def named_gradients(self) -> Iterator[NamedTensor]:
         """Yield full gradients under the Hugging Face names of their parameters."""
         ...
+
+
+def stream_of(source: TensorSource, dtype: torch.dtype | None) -> Iterator[NamedTensor]:
+    """Return the tensors of a source for a caller that casts them to ``dtype``. Collective, with the same dtype on all ranks.
+
+    A source whose ``named_tensors`` has the argument ``dtype`` gathers shards that are cast already. Others yield their own dtype.
+    """
+    if dtype is None or "dtype" not in inspect.signature(source.named_tensors).parameters:
+        return source.named_tensors()
+    casting: Callable[..., Iterator[NamedTensor]] = source.named_tensors
+    return casting(dtype=dtype)
 
 
 SelectName = Callable[[str], bool]

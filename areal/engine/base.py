@@ -280,7 +280,7 @@ class BaseTrainEngine(EngineState):
         self._settle(faults.first, gradients)
         if self.dims.pp > 1:
             with self._ending_on_error():
-                results = broadcast_results(packed, self._stages, self.device)
+                results = broadcast_results(packed, self._stages, self.control, self.device)
         if gradients is not None:
             gradients.added()
         return [results[mb.index] for mb in mbs.real]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.engine.faults import Faults
+from areal.utils.distributed import ControlPlane
 
 
 @dataclass(frozen=True)
@@ -76,27 +77,50 @@ def pack_results(results: dict[int, Any], stages: Stages, faults: Faults) -> Pac
     return None
 
 
-def broadcast_results(packed: PackedResults | None, stages: Stages, device: torch.device) -> dict[int, Any]:
+def broadcast_results(
+    packed: PackedResults | None, stages: Stages, control: ControlPlane, device: torch.device
+) -> dict[int, Any]:
     """Return the results of the last stage on every stage. Collective over ``stages``.
 
     Args:
         packed: from :func:`pack_results`.
+        control: control plane over all ranks of the engine, which carries what is on the host.
         device: device of the received tensors, except for those that were on the CPU.
     """
-    group, source = stages.mesh.get_group(), stages.last
-    # First the pickle, with the shape, dtype and kind of device of each tensor.
-    header: list[Any] = [None]
+    group = stages.mesh.get_group()
+    ranks = dist.get_process_group_ranks(group)
+    # First the pickle, with the shape, dtype and kind of device of each tensor: the group of the stages carries tensors of its device only.
     if packed is not None:
-        header = [(packed.content, [(x.shape, x.dtype, x.device.type) for x in packed.tensors])]
-    dist.broadcast_object_list(header, group=group, group_src=source, device=torch.device("cpu"))
-    content, layouts = header[0]
+        header = pickle.dumps((packed.content, [(x.shape, x.dtype, x.device.type) for x in packed.tensors]))
+        _send(header, [rank for rank in ranks if rank != ranks[stages.last]], control)
+        tensors = [x.to(device) for x in packed.tensors]
+    else:
+        content, layouts = pickle.loads(_receive(ranks[stages.last], control))
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in layouts]
     # Then the tensors, into buffers on the other stages.
+    for tensor in tensors:
+        dist.broadcast(tensor, group=group, group_src=stages.last)
     if packed is None:
-        buffers = [torch.empty(s, dtype=t, device="cpu" if kind == "cpu" else device) for s, t, kind in layouts]
-        packed = PackedResults(content, buffers)
-    for tensor in packed.tensors:
-        dist.broadcast(tensor, group=group, group_src=source)
+        kinds = (kind for _, _, kind in layouts)
+        packed = PackedResults(
+            content, [x.cpu() if kind == "cpu" else x for x, kind in zip(tensors, kinds, strict=True)]
+        )
     return packed.value()
+
+
+def _send(content: bytes, ranks: list[int], control: ControlPlane) -> None:
+    """Send bytes to other ranks, after their number."""
+    for part in (torch.tensor([len(content)]), torch.frombuffer(bytearray(content), dtype=torch.uint8)):
+        control.exchange([(part, rank) for rank in ranks], [])
+
+
+def _receive(rank: int, control: ControlPlane) -> bytes:
+    """Return the bytes that a rank sends."""
+    size = torch.zeros(1, dtype=torch.int64)
+    control.exchange([], [(size, rank)])
+    content = torch.empty(int(size), dtype=torch.uint8)
+    control.exchange([], [(content, rank)])
+    return content.numpy().tobytes()
 
 
 class _Packer(pickle.Pickler):

@@ -21,7 +21,7 @@ from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
-from areal.api.weights import LocalTensor, NamedTensor, SelectName
+from areal.api.weights import LocalTensor, NamedTensor, SelectName, stream_of
 from areal.engine.checkpoint.checkpointer import FolderWeights
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
@@ -257,7 +257,7 @@ class EngineState(TrainEngine):
             components.memory.onload(params=True, grads=False, optimizer=False)
         chosen = (
             NamedTensor(name, tensor if dtype is None else tensor.to(dtype))
-            for name, tensor in components.weights.named_tensors()
+            for name, tensor in stream_of(components.weights, dtype)
             if select is None or select(name)
         )
         return self._stream(chosen)
@@ -326,6 +326,7 @@ class EngineState(TrainEngine):
             nbytes = memory.offload(params=params, grads=grads, optimizer=optimizer)
         # The allocator would keep the freed memory for this process: return it, for an inference engine on this device.
         platform.empty_cache(self.device)
+        platform.give_back(self.device)
         self._moved["offloaded_bytes"] += nbytes
         if self.control.rank == 0:
             returned = reserved - platform.reserved_bytes(self.device)

@@ -73,6 +73,16 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.P
     return _exchange_rows(x, sent, received, group.group_name)
 
 
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send row ``i`` of ``[size, ...]`` to rank ``i``, and return what the ranks sent, by rank.
+
+    Unlike :func:`exchange_rows`, activation checkpointing neither keeps nor replays it: whoever keeps the result does not call it again.
+    """
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts.contiguous(), group=group)
+    return arriving
+
+
 @torch.library.custom_op("areal::exchange_rows", mutates_args=())
 def _exchange_rows(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     """Do what :func:`exchange_rows` does, as one operation, whose result activation checkpointing can keep."""

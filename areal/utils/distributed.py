@@ -71,7 +71,15 @@ def init_default_group() -> None:
     # Device and backend depend on the GPUs of all ranks, which must be known before the group starts.
     placement = place(exchange(store, rank, size, VisibleGPUs.of_this_process()), rank)
     platform.set_device(placement.device)
-    dist.init_process_group(placement.backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size)
+    # With the device, groups of some ranks split the communicator of all ranks instead of connecting anew.
+    device = placement.device if placement.backend == platform.WORLD and size > 1 else None
+    dist.init_process_group(
+        placement.backend,
+        store=dist.PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=size,
+        device_id=device,
+    )
     if placement.shared and rank == 0:
         logger.warning(
             "ranks %s share a GPU: collectives run over gloo, through host memory",

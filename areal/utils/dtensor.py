@@ -67,18 +67,36 @@ def empty_like(tensor: Tensor, device: torch.device | None = None, dtype: torch.
     return _with_local(tensor, torch.empty_like(tensor.to_local(), device=device, dtype=dtype))
 
 
+def gathered_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor is gathered that is then cast to ``wanted``: the one of fewer bytes.
+
+    Rounding is elementwise, so that a cast before the gather gives the same bits as one after it.
+    """
+    narrower = wanted in _CAST_BEFORE_GATHER and own.is_floating_point and wanted.itemsize < own.itemsize
+    return wanted if wanted is not None and narrower else own
+
+
+_CAST_BEFORE_GATHER = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that collectives of every backend have."""
+
+
 @torch.no_grad()
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the full tensor, detached, in new memory on the device of its mesh. Collective."""
+def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Gather the full tensor, detached, in new memory on the device of its mesh. Collective.
+
+    Args:
+        tensor: the tensor.
+        dtype: dtype of the result, in which shards are gathered. Defaults to the dtype of the tensor.
+    """
+    dtype = tensor.dtype if dtype is None else dtype
     if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    # Shards on the host are moved first: collectives run on the mesh's device.
-    device = collective_device(tensor)
-    if tensor.device != device:
-        tensor = _with_local(tensor, tensor.to_local().to(device))
-    full = tensor.full_tensor().detach()
+        return tensor.detach().to(dtype, copy=True)
+    # Shards on the host are moved first: collectives run on the mesh's device. In a narrower dtype fewer bytes are moved and sent.
+    own = tensor.to_local()
+    local = own.to(dtype).to(collective_device(tensor))
+    full = (tensor if local is own else _with_local(tensor, local)).full_tensor().detach()
     # A replicated tensor is returned without a copy: its memory is the parameter's.
-    aliased = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    aliased = full.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
     return full.clone() if aliased else full
 
 

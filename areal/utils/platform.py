@@ -19,8 +19,11 @@ from areal.utils.profiling import host_memory
 GLOO = "gloo"
 """Backend of process groups on CPUs, and of ranks that share a GPU."""
 
-NCCL = "cpu:gloo,cuda:nccl"
-"""Backend of process groups whose ranks have separate GPUs."""
+NCCL = "cuda:nccl"
+"""Backend of the groups of an engine whose ranks have separate GPUs: a gloo backend would connect every rank to every other one."""
+
+WORLD = "cpu:gloo,cuda:nccl"
+"""Backend of the default process group whose ranks have separate GPUs: other programs may use it for tensors of the host."""
 
 
 def accelerator() -> str:
@@ -74,7 +77,7 @@ def current_device() -> torch.device:
 
 
 def collective_backend() -> str:
-    """Return the backend of an engine's process groups: NCCL for GPU tensors if the default group has it, and gloo."""
+    """Return the backend of the process groups that carry an engine's tensors: NCCL if the default group has it, else gloo."""
     return NCCL if "cuda:nccl" in dist.get_backend_config() else GLOO
 
 

@@ -38,7 +38,7 @@ class VisibleGPUs:
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The device of a rank, and the backend of all process groups.
+    """The device of a rank, and the backend of the default process group.
 
     Attributes:
         device: device of this rank.
@@ -101,7 +101,7 @@ def place(ranks: Sequence[VisibleGPUs], rank: int) -> RankDevice:
                 f"ranks {_names(others)} use the same GPU because of LOCAL_RANK = {ranks[number].local_rank}, while no rank uses cuda:"
                 f"{free[0]}: number the ranks of a host in LOCAL_RANK, leave LOCAL_RANK out, or set CUDA_VISIBLE_DEVICES for each rank"
             )
-    return RankDevice(torch.device("cuda", indices[rank]), platform.GLOO if shared else platform.NCCL, shared)
+    return RankDevice(torch.device("cuda", indices[rank]), platform.GLOO if shared else platform.WORLD, shared)
 
 
 def check_separate(uuids: Sequence[str | None], backend: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from areal.api.control import Control
-from areal.api.weights import NamedTensor, SelectName, TensorSource, UpdateKind, WeightUpdateMeta
+from areal.api.weights import NamedTensor, SelectName, TensorSource, UpdateKind, WeightUpdateMeta, stream_of
 from areal.weight_sync.apply import Replica, Staging
 
 _T = TypeVar("_T")
@@ -82,8 +82,8 @@ class Transport:
         control: control plane over all ranks of the trainer (``engine.control``).
         sender: sender of this rank, or ``None``.
         cast: dtype in which floating-point tensors are sent, e.g. the rollout's bfloat16; ``None`` keeps each
-            dtype. If a replica stores some weights in a wider dtype, leave it ``None``: receivers cast to the dtype
-            of each weight.
+            dtype. All ranks pass the same: an engine's shards are cast before they are gathered. If a replica stores some
+            weights in a wider dtype, leave it ``None``: receivers cast to the dtype of each weight.
     """
 
     unsent_note = "version {version} was not sent; receivers keep what they have"
@@ -101,7 +101,7 @@ class Transport:
         WeightUpdateMeta(version, _kind(select), 0, 0)  # validates the version
         note = self.unsent_note.format(version=version)
         # Step 1, prepare: fails before the expensive part.
-        self._on_sender(lambda sender: sender.prepare(version, _kind(select)), note)
+        self._prepare(version, _kind(select), note)
         # Steps 2 and 3: after a failed transfer no receiver has changed, after a failed commit some may have.
         outgoing = self._stream(source, version, select, note)
         return self._commit(outgoing, version)
@@ -114,7 +114,7 @@ class Transport:
         self, source: TensorSource, version: int, select: SelectName | None, note: str
     ) -> OutgoingTensors | None:
         def stream() -> OutgoingTensors | None:
-            tensors, outgoing = source.named_tensors(), None
+            tensors, outgoing = stream_of(source, self._cast), None
             if self._sender is not None:
                 outgoing = OutgoingTensors(tensors, version, select, self._cast)
                 try:
@@ -139,19 +139,29 @@ class Transport:
         note = f"version {version} was sent; it serves wherever it arrived"
         return next(meta for meta in self._control.attempt_and_gather(commit, note) if meta is not None)
 
-    def _on_sender(self, action: Callable[[Sender], None], note: str) -> None:
-        def act() -> None:
+    def _prepare(self, version: int, kind: UpdateKind, note: str) -> None:
+        def prepare() -> torch.dtype | None:
             if self._sender is not None:
-                action(self._sender)
+                self._sender.prepare(version, kind)
+            return self._cast
 
-        self._attempt(act, note)
+        with self._aborting_on_error():
+            casts = self._control.attempt_and_gather(prepare, note)
+            # Shards of several dtypes cannot be gathered.
+            if len(set(casts)) > 1:
+                raise ValueError(f"cast = {casts} on the ranks of the trainer: pass the same dtype on all; {note}")
 
     def _attempt(self, fn: Callable[[], _T], note: str) -> _T:
         """Call ``fn``. An error on any rank aborts the update, and raises on every rank."""
-        try:
+        with self._aborting_on_error():
             return self._control.attempt(fn, note)
+
+    @contextlib.contextmanager
+    def _aborting_on_error(self) -> Iterator[None]:
+        """Abort the update on an error of any rank: this rank must not leave its receivers waiting."""
+        try:
+            yield
         except Exception as failure:
-            # Some rank failed: this one must not leave receivers waiting.
             if self._sender is not None:
                 self._sender.abort(str(failure))
             raise

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,30 +79,38 @@ class RecomputedForward:
         contexts: returns the contexts of the forward and of the recomputation.
 
     Attributes:
-        remember: called in the forward if it is set. Returns a function that is called before the recomputation, to restore state which the
-            layer reads.
+        remember: functions that are called in the forward. Each returns a function that is called before the recomputation, to restore state
+            which the layer reads.
     """
 
     def __init__(self, inner: Callable[..., Any], contexts: Callable[[], _Contexts] | None) -> None:
         self._inner, self._contexts = inner, contexts
-        self.remember: Callable[[], Callable[[], None]] | None = None
+        self.remember: list[Callable[[], Callable[[], None]]] = []
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if self.remember is None and self._contexts is None:
+        if not self.remember and self._contexts is None:
             return checkpoint(self._inner, *args, use_reentrant=False, **options)
         return checkpoint(self._inner, *args, use_reentrant=False, context_fn=self._both, **options)
 
     def _both(self) -> _Contexts:
         """Return the contexts of a call. The second one also restores what was remembered."""
         forward, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
-        return forward, again if self.remember is None else _restored(self.remember(), again)
+        return forward, _Restored([remember() for remember in self.remember], again) if self.remember else again
 
 
-@contextmanager
-def _restored(restore: Callable[[], None], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    restore()
-    with inner:
-        yield
+class _Restored(AbstractContextManager[None]):
+    """Context of a recomputation that calls functions first. A second backward through the same layer enters it again."""
+
+    def __init__(self, restore: Sequence[Callable[[], None]], inner: AbstractContextManager[Any]) -> None:
+        self._restore, self._inner = restore, inner
+
+    def __enter__(self) -> None:
+        for restore in self._restore:
+            restore()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
 
 
 def _selective_contexts(saved: frozenset[Any]) -> _Contexts:

@@ -8,6 +8,7 @@ experts than the others, but at least one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
-from areal.utils.collectives import ExchangeRows, exchange_rows
+from areal.utils.collectives import ExchangeRows, exchange_counts
 from areal.utils.dtensor import local_part
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -94,6 +95,29 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         experts.forward = _DispatchedExperts(experts, per_rank, mesh.get_group())
 
 
+def keep_dispatch(layer: nn.Module) -> Callable[[], Callable[[], None]] | None:
+    """Let the experts of a layer keep the plans of their exchanges from the forward to its recomputation.
+
+    Returns:
+        A function that is called before each forward, as
+        :attr:`~areal.engine.fsdp.activation_checkpointing.RecomputedForward.remember`. ``None`` if no experts of the layer are spread over
+        ranks.
+    """
+    forwards = [module.forward for module in layer.modules()]
+    spread = [forward for forward in forwards if isinstance(forward, _DispatchedExperts)]
+
+    def remember() -> Callable[[], None]:
+        kept = [experts.keep() for experts in spread]
+
+        def restore() -> None:
+            for experts, plans in zip(spread, kept, strict=True):
+                experts.use(plans)
+
+        return restore
+
+    return remember if spread else None
+
+
 class _DispatchedExperts:
     """Forward of a layer's experts, of which this rank has a subset.
 
@@ -106,6 +130,18 @@ class _DispatchedExperts:
     def __init__(self, experts: Any, per_rank: int, group: dist.ProcessGroup) -> None:
         self._experts, self._per_rank, self._group = experts, per_rank, group
         self._inner = experts.forward
+        self._kept: list[Dispatch] = []  # of the next forward
+        self._next: list[Dispatch] = []  # of the next recomputation
+
+    def keep(self) -> list[Dispatch]:
+        """Return a list that the next call adds its plan to."""
+        # A recomputation that failed before its call leaves a plan behind.
+        self._kept, self._next = [], []
+        return self._kept
+
+    def use(self, plans: list[Dispatch]) -> None:
+        """Let the next call exchange rows as planned in the forward that it recomputes."""
+        self._next = [*plans]
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum over experts, ``[T, H]``.
@@ -115,15 +151,16 @@ class _DispatchedExperts:
             index: ``[T, K]`` int64. Experts of each token.
             weights: ``[T, K]``. Weight of each expert.
         """
-        copies = index.shape[1]
-        # Sort the T * K copies by expert, so that each rank receives one contiguous range.
-        order = index.flatten().argsort(stable=True)
-        dispatch = Dispatch.of(index.flatten()[order], self._per_rank, self._group)
-        rows = hidden[:, None].expand(-1, copies, -1).flatten(0, 1).index_select(0, order)
-        # Exchange, compute, exchange back.
-        results = dispatch.combine(self._compute(dispatch.send(rows), dispatch.local))
+        # A recomputation exchanges the rows of its forward: their numbers are on the host already.
+        dispatch = self._next.pop() if self._next else Dispatch.of(index, self._per_rank, self._group)
+        self._kept.append(dispatch)
+        self._kept = []
+        inverse = dispatch.order.argsort()
+        # Copy, exchange, compute, exchange back.
+        rows = _CopiedRows.apply(hidden, dispatch.order, inverse, index.shape[1])
+        results = dispatch.combine(self._compute(dispatch.send(rows), dispatch.local()))
         # Undo the sorting, then weight and sum the K results of each token.
-        combined = results.index_select(0, order.argsort()).unflatten(0, (-1, copies))
+        combined = results.index_select(0, inverse).unflatten(0, index.shape)
         return (combined * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _compute(self, rows: Tensor, local: Tensor) -> Tensor:
@@ -147,37 +184,66 @@ class _DispatchedExperts:
         return out[:n]
 
 
+class _CopiedRows(torch.autograd.Function):
+    """One copy of a row for each of its experts, in one gather. The backward sums the copies of a row without atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        """Return row ``order[i] // K`` at ``i``, ``[T * K, H]``.
+
+        Args:
+            ctx: of autograd.
+            rows: ``[T, H]``.
+            order: int64 ``[T * K]``. A permutation.
+            inverse: int64 ``[T * K]``. The inverse permutation.
+            copies: int. ``K``.
+        """
+        ctx.save_for_backward(inverse)
+        ctx.shape = (len(rows), copies)
+        return rows.index_select(0, order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse).unflatten(0, ctx.shape).sum(1), None, None, None
+
+
 class Dispatch:
     """Plan of an exchange of rows between ranks.
 
     Attributes:
-        local: int64 ``[N]``. For each received row the index of its expert on this rank.
+        order: int64 ``[T * K]``. The copies of tokens in the order in which they are sent: those of an expert are neighbours.
     """
 
-    def __init__(self, sent: list[int], received: list[int], local: Tensor, group: dist.ProcessGroup) -> None:
-        self._sent, self._received, self._group = sent, received, group
-        self.local = local
+    def __init__(self, counts: tuple[list[int], list[int]], order: Tensor, arriving: Tensor, group: Any) -> None:
+        (self._sent, self._received), self.order = counts, order
+        self._arriving, self._group = arriving, group
 
     @classmethod
-    def of(cls, experts: Tensor, per_rank: int, group: dist.ProcessGroup) -> Dispatch:
+    def of(cls, index: Tensor, per_rank: int, group: dist.ProcessGroup) -> Dispatch:
         """Exchange the numbers of rows between ranks. Collective, with one host read.
 
         Args:
-            experts: int64, ascending. Expert of each row to send.
+            index: int64 ``[T, K]``. Experts of each token.
             per_rank: number of experts on the first rank. On ranks with fewer, the missing ones do not get any rows.
             group: ranks that divide the experts.
         """
         size = dist.get_world_size(group)
+        # Sort the T * K copies by expert, so that each rank receives one contiguous range.
+        order = index.flatten().argsort(stable=True)
         # Rows per expert, from the positions at which the sorted ids change.
-        bounds = torch.searchsorted(experts, torch.arange(size * per_rank + 1, device=experts.device))
+        bounds = torch.searchsorted(index.flatten()[order], torch.arange(size * per_rank + 1, device=index.device))
         counts = bounds.diff().view(size, per_rank)
-        arriving = exchange_rows(counts, [1] * size, [1] * size, group)
+        arriving = exchange_counts(counts, group)
         # One host read for both: sizes of collectives must be known on the host.
         sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        return cls((sent, received), order, arriving, group)
+
+    def local(self) -> Tensor:
+        """Return for each received row the index of its expert on this rank, int64 ``[N]``."""
         # Rows arrive by rank, and within a rank by expert.
-        local_indices = torch.arange(per_rank, device=experts.device).expand(size, per_rank)
-        local = local_indices.flatten().repeat_interleave(arriving.flatten(), output_size=sum(received))
-        return cls(sent, received, local, group)
+        local_indices = torch.arange(self._arriving.shape[1], device=self._arriving.device).expand_as(self._arriving)
+        return local_indices.flatten().repeat_interleave(self._arriving.flatten(), output_size=sum(self._received))
 
     def send(self, rows: Tensor) -> Tensor:
         """Send rows to the ranks of their experts."""

@@ -63,7 +63,7 @@ def attach_fsdp_adapters(chunks: ModelChunks, adapters: AdapterSet) -> None:
         chunk.register_forward_pre_hook(lambda _chunk, inputs, slots=slots: slots.fill(inputs[0].adapters))
         for layer in transformer_layers(chunk):
             if isinstance(layer.forward, RecomputedForward):
-                layer.forward.remember = slots.remember
+                layer.forward.remember.append(slots.remember)
 
 
 def _head_name(chunks: ModelChunks) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from areal.api.config import TrainEngineConfig, torch_dtype
-from areal.engine.fsdp.activation_checkpointing import recompute_layers
-from areal.engine.fsdp.expert_parallel import spread_experts, stacked_experts
+from areal.api.config import ActivationCheckpointing, TrainEngineConfig, torch_dtype
+from areal.engine.fsdp.activation_checkpointing import RecomputedForward, recompute_layers
+from areal.engine.fsdp.expert_parallel import keep_dispatch, spread_experts, stacked_experts
+from areal.engine.fsdp.gathered_tokens import keep_gathered
 from areal.engine.fsdp.tensor_parallel import split_tensors
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
@@ -38,7 +39,7 @@ def parallelize(
     if expert_mesh is not None:
         spread_experts(model, submesh(expert_mesh, "ep"))
     # Checkpointing wraps a layer's own forward, inside of FSDP's hooks, which gather the layer's parameters.
-    recompute_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
+    checkpoint_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
         # A pipeline stage runs several forwards before the first backward: by default its weights stay gathered.
@@ -72,6 +73,17 @@ def parallelize(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def checkpoint_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, fraction: float) -> None:
+    """Make layers recompute their activations, but not how tokens are exchanged, in place. Arguments as for :func:`recompute_layers`."""
+    recompute_layers(layers, how, fraction)
+    for layer in layers:
+        if isinstance(layer.forward, RecomputedForward):
+            keep_gathered(layer)
+            remember = keep_dispatch(layer)
+            if remember is not None:
+                layer.forward.remember.append(remember)
 
 
 def _shard_mesh(mesh: DeviceMesh, shards: str) -> DeviceMesh:

@@ -24,9 +24,10 @@ from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
 from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.fsdp.gathered_tokens import GatheredTokens
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.torch.pipeline_split import PassThrough
-from areal.utils.collectives import GatherRows, ReduceScatterRows
+from areal.utils.collectives import ReduceScatterRows
 from areal.utils.dtensor import local_part, local_shard
 
 
@@ -46,22 +47,21 @@ class TensorParallel:
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._stream = ContextParallel(self.group)
         self._distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._tokens: dict[int, GatheredTokens] = {}  # of the block around a module
 
     # ---- kinds of modules, as the tables name them
 
     def block(self, module: Any) -> None:
         """Gather the tokens at the input of a block."""
-        inner = module.forward
-
-        def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-            return inner(GatherRows.apply(hidden_states[0], self.group)[None], *args, **options)
-
-        module.forward = forward
+        tokens = module.gathered_tokens = GatheredTokens(self.group)
+        self._tokens |= {id(inside): tokens for inside in module.modules()}
+        module.forward = tokens.within(module.forward)
 
     def columns(self, module: Any) -> None:
-        """Split a linear layer by columns: each rank computes some outputs of all tokens."""
+        """Split a linear layer of a block by columns: each rank computes some outputs of all tokens."""
         self._distribute(module, weight=Shard(0), bias=Shard(0))
-        module.forward = lambda x: F.linear(x, local_part(module.weight), local_part(module.bias))
+        linear = self._tokens[id(module)].linear
+        module.forward = lambda x: linear(x, local_part(module.weight), local_part(module.bias))
 
     def key_heads(self, module: Any) -> None:
         """Split a key or value projection by heads.
@@ -76,10 +76,11 @@ class TensorParallel:
         # Ranks with neighbouring query heads use the same key head.
         width, head = len(module.weight) // self.kv_heads, self.rank * self.kv_heads // self.size
         rows = module.computed_rows = slice(head * width, (head + 1) * width)
+        linear = self._tokens[id(module)].linear
 
         def forward(x: Tensor) -> Tensor:
             bias = None if module.bias is None else local_part(module.bias, Partial())[rows]
-            return F.linear(x, local_part(module.weight, Partial())[rows], bias)
+            return linear(x, local_part(module.weight, Partial())[rows], bias)
 
         module.forward = forward
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal.api.config import torch_dtype
-from areal.api.weights import NamedTensor
+from areal.api.weights import NamedTensor, SelectName
 from areal.engine.checkpoint.gather_slices import ComputedSlice
 from areal.engine.checkpoint.huggingface import Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
@@ -25,7 +27,7 @@ from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.model_arrays import ModelState
 from areal.engine.model.classifier import VALUE_HEAD
 from areal.engine.model.random_init import draw
-from areal.utils.dtensor import Box, full_box
+from areal.utils.dtensor import Box, full_box, gathered_dtype
 
 
 class JAXWeights:
@@ -55,30 +57,46 @@ class JAXWeights:
 
     # ---- full tensors
 
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield all weights under the names in files: full, in the master dtype, in host memory. Collective."""
-        return self._stream(self._model.params)
+    def named_tensors(
+        self, *, dtype: torch.dtype | None = None, exact: SelectName | None = None
+    ) -> Iterator[NamedTensor]:
+        """Yield all weights under the names in files: full, in host memory. Collective.
+
+        Args:
+            dtype: dtype that the caller casts the tensors to. Shards are cast before the gather if it is narrower than the master dtype.
+            exact: returns True for names in files whose tensors keep the master dtype. Default: none.
+        """
+
+        def gathered(pieces: Iterable[DiskTensor]) -> torch.dtype:
+            keeps = exact is not None and any(exact(piece.name) for piece in pieces)
+            return gathered_dtype(torch_dtype(self._model.spec.numbers.master), None if keeps else dtype)
+
+        return self._stream(self._model.params, gathered)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         """Yield the gradients of all weights in the same way. Collective."""
-        return self._stream(self._model.require_grads())
+        master = torch_dtype(self._model.spec.numbers.master)
+        return self._stream(self._model.require_grads(), lambda _: master)
 
-    def _stream(self, arrays: Mapping[str, Array]) -> Iterator[NamedTensor]:
+    def _stream(
+        self, arrays: Mapping[str, Array], gathered: Callable[[tuple[DiskTensor, ...]], torch.dtype]
+    ) -> Iterator[NamedTensor]:
         def values() -> Iterator[tuple[DiskTensor, Tensor]]:
             for name, pieces in self._pieces.items():
                 array, row = self._places[name]
-                full = self._full(arrays[array], row)
+                full = self._full(arrays[array], row, gathered(pieces))
                 yield from ((piece, piece.cut(full)) for piece in pieces)
 
         return joined(values())
 
-    def _full(self, array: Array, row: int | None) -> Tensor:
-        """Return an array, or a row of one, on every rank."""
-        with self._model.spec.numbers.enabled():
+    def _full(self, array: Array, row: int | None, dtype: torch.dtype) -> Tensor:
+        """Return an array, or a row of one, on every rank. Shards are cast before they are gathered."""
+        spec, name = self._model.spec, str(dtype).removeprefix("torch.")
+        with spec.numbers.enabled():
             if row is not None:
-                array = _row(self._model.spec, array, np.int32(row))
-            elif self._model.spec.mesh.size > 1:
-                array = _everywhere(self._model.spec, array)
+                array = _row(spec, name, array.sharding, array, np.int32(row))
+            elif spec.mesh.size > 1:
+                array = _everywhere(spec, name, array.sharding, array)
         return to_torch(self._model.spec.finished(array).addressable_data(0))
 
     # ---- files
@@ -180,15 +198,24 @@ def _cut(values: Any, row: int | None, inside: Box, on_disk: Box) -> Tensor:
     return local[inside].reshape([len(range(s.start, s.stop, s.step or 1)) for s in on_disk])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _row(spec: ModelSpec, array: Array, row: Array) -> Array:
-    return _replicated(spec, lax.dynamic_index_in_dim(array, row, keepdims=False))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _row(spec: ModelSpec, dtype: str, sharding: NamedSharding, array: Array, row: Array) -> Array:
+    return _gathered(spec, dtype, tuple(sharding.spec)[1:], lax.dynamic_index_in_dim(array, row, keepdims=False))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _everywhere(spec: ModelSpec, array: Array) -> Array:
-    return _replicated(spec, array)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _everywhere(spec: ModelSpec, dtype: str, sharding: NamedSharding, array: Array) -> Array:
+    return _gathered(spec, dtype, tuple(sharding.spec), array)
 
 
-def _replicated(spec: ModelSpec, array: Array) -> Array:
-    return lax.with_sharding_constraint(array, NamedSharding(spec.mesh, PartitionSpec()))
+def _gathered(spec: ModelSpec, dtype: str, divided: tuple[Any, ...], array: Array) -> Array:
+    """Return an array that is divided over mesh axes on every rank, cast before the gather.
+
+    Without a constraint, XLA gathers before the cast. The bits travel as integers, because XLA for CPUs gathers bfloat16 as float32.
+    """
+    everywhere = NamedSharding(spec.mesh, PartitionSpec())
+    if array.dtype == dtype:
+        return lax.with_sharding_constraint(array, everywhere)
+    bits = lax.bitcast_convert_type(array.astype(dtype), f"uint{8 * jnp.dtype(dtype).itemsize}")
+    bits = lax.with_sharding_constraint(bits, NamedSharding(spec.mesh, PartitionSpec(*divided)))
+    return lax.bitcast_convert_type(lax.with_sharding_constraint(bits, everywhere), dtype)

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import torch
+
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import TrainEngineConfig
-from areal.api.weights import NamedTensor, WeightSource
+from areal.api.weights import NamedTensor, SelectName, WeightSource
 from areal.engine.checkpoint.async_save import SaveTask
 from areal.engine.checkpoint.checkpointer import EngineCheckpointer, FolderWeights, RunInfo
 from areal.engine.checkpoint.gather_slices import ComputedSlice, Slice
@@ -130,6 +132,12 @@ class AdapterCheckpointer(EngineCheckpointer):
 class ModelWeights(WeightSource, FolderWeights, Protocol):
     """A model's weights, as a stream and in files."""
 
+    def named_tensors(
+        self, *, dtype: torch.dtype | None = None, exact: SelectName | None = None
+    ) -> Iterator[NamedTensor]:
+        """Yield full tensors; those that ``exact`` selects keep their own dtype. See :class:`~areal.api.weights.WeightSource`."""
+        ...
+
 
 class AdaptedWeights:
     """The weights of a model with the active adapter merged. Only copies are changed, never the model.
@@ -143,12 +151,14 @@ class AdaptedWeights:
     def __init__(self, weights: ModelWeights, adapters: AdapterSet, control: ControlPlane) -> None:
         self._weights, self._adapters, self._control = weights, adapters, control
 
-    def named_tensors(self) -> Iterator[NamedTensor]:
+    def named_tensors(self, *, dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
         """Yield the model's weights with the active adapter merged. Collective."""
         deltas = self._adapters.deltas()
         if deltas:
             self._check_mergeable(deltas, self._weights.export())
-        for name, tensor in self._weights.named_tensors():
+        # An adapter is merged before the cast: a weight that was rounded before would be rounded twice.
+        merged = self._weights.named_tensors(dtype=dtype, exact=lambda name: _layer_name(name) in deltas)
+        for name, tensor in merged:
             delta = deltas.get(_layer_name(name))
             yield NamedTensor(name, tensor if delta is None else delta.add_to(tensor, full_box(tensor.shape)))
 

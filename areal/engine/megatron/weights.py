@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from areal.api.config import TrainEngineConfig, torch_dtype
-from areal.api.weights import NamedTensor
+from areal.api.weights import NamedTensor, SelectName
 from areal.engine.checkpoint.gather_slices import Slice, SliceKey
 from areal.engine.checkpoint.huggingface import Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
@@ -31,7 +32,7 @@ from areal.engine.model.classifier import VALUE_HEAD
 from areal.engine.model.hub import model_folder
 from areal.engine.model.random_init import draw
 from areal.utils.distributed import ControlPlane
-from areal.utils.dtensor import Box
+from areal.utils.dtensor import Box, gathered_dtype
 
 BUCKET_BYTES = 256 * 2**20
 """Maximum size of the full tensors that are streamed at once, unless one tensor is larger."""
@@ -207,19 +208,32 @@ class MegatronWeights:
 
     # ---- out
 
-    def named_tensors(self) -> Iterator[NamedTensor]:
+    def named_tensors(
+        self, *, dtype: torch.dtype | None = None, exact: SelectName | None = None
+    ) -> Iterator[NamedTensor]:
         """Yield all weights under their Hugging Face names, in the order of the model.
 
-        Tensors are full, in the dtype of the parameters, on the device. A tied weight comes once. Collective: every
-        rank must iterate to the end.
+        Tensors are full, on the device. A tied weight comes once. Collective: every rank must iterate to the end.
+
+        Args:
+            dtype: dtype that the caller casts the tensors to. Slices are cast before the exchange if it is narrower than theirs.
+            exact: returns True for names whose tensors keep the dtype of the parameters. Default: none.
         """
         self._finish_gather()
-        yield from self._stream(lambda local_param: local_param.parameter.detach())
+        kept = {spec.name for spec in self._specs if exact is not None and exact(spec.name)}
+        specs = [
+            replace(spec, dtype=gathered_dtype(spec.dtype, None if spec.name in kept else dtype))
+            for spec in self._specs
+        ]
+        yield from self._stream(lambda local_param: local_param.parameter.detach(), specs)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         """Yield the gradients of all trained weights, in the same way."""
         value = self._gradients()
-        yield from self._stream(value, dtype=value(self.local_params[0]).dtype, trained=True)
+        dtype = value(self.local_params[0]).dtype
+        yield from self._stream(
+            value, [replace(spec, dtype=dtype) for spec in self._specs if spec.name in self.trained]
+        )
 
     def export(self) -> Export:
         """Return the tensors to write: float32 main parameters if the optimizer has them, else the parameters.
@@ -250,18 +264,18 @@ class MegatronWeights:
 
     @torch.no_grad()
     def _stream(
-        self, value: Callable[[LocalParameter], Tensor], dtype: torch.dtype | None = None, *, trained: bool = False
+        self, value: Callable[[LocalParameter], Tensor], tensors: Sequence[TensorSpec]
     ) -> Iterator[NamedTensor]:
-        """Yield full tensors, bucket by bucket.
+        """Yield full tensors, bucket by bucket, in the dtypes of their specs.
 
         The owner of a slice copies it to its position in a zeroed bucket. Buckets are summed over ranks as
         integers, so that adding zeros changes no bit.
         """
         device = self.local_params[0].parameter.device
-        for bucket in self._buckets([spec for spec in self._specs if not trained or spec.name in self.trained]):
+        for bucket in self._buckets(tensors):
             sizes = [torch.Size(spec.shape).numel() for spec in bucket]
             filled_up = -(-sum(sizes) // 8) * 8  # to whole int64
-            flat = torch.zeros(filled_up, dtype=dtype or bucket[0].dtype, device=device)
+            flat = torch.zeros(filled_up, dtype=bucket[0].dtype, device=device)
             values = flat[: sum(sizes)].split(sizes)
             full = {spec.name: x.view(spec.shape) for spec, x in zip(bucket, values, strict=True)}
             # Copy the slices that this rank owns.

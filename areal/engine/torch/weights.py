@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.api.weights import NamedTensor
+from areal.api.weights import NamedTensor, SelectName
 from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.huggingface import Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
@@ -28,7 +28,7 @@ from areal.engine.model.hub import model_folder
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.torch.model_chunks import ModelChunks
 from areal.engine.torch.random_init import init_weights, materialize
-from areal.utils.dtensor import collective_device, full_box, full_tensor, local_shard
+from areal.utils.dtensor import collective_device, full_box, full_tensor, gathered_dtype, local_shard
 
 __all__ = ["ShardedWeights", "init_weights", "load_weights"]
 
@@ -78,30 +78,54 @@ class ShardedWeights:
         self._chunks = chunks
         self._stored_tensors = _stored_tensors(chunks.full_model)
 
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield all weights under the names in files: full, in their own dtype, on the device.
-
-        Collective: every rank must iterate to the end.
+    def named_tensors(
+        self, *, dtype: torch.dtype | None = None, exact: SelectName | None = None
+    ) -> Iterator[NamedTensor]:
+        """Yield all weights under the names in files: full, on the device. Collective: every rank must iterate to the end.
 
         A shared weight comes once, stacked experts one by one, a value head last.
+
+        Args:
+            dtype: dtype that the caller casts the tensors to. Shards are cast before the gather if it is narrower than theirs.
+            exact: returns True for names in files whose tensors keep their own dtype. Default: none.
         """
-        return self._stream(self._stored_tensors, full_tensor)
+
+        def gathered(name: str) -> torch.dtype:
+            stored = self._stored_tensors[name]
+            keeps = exact is not None and any(exact(piece.name) for piece in stored.pieces)
+            return gathered_dtype(stored.like.dtype, None if keeps else dtype)
+
+        return self._stream(self._stored_tensors, full_tensor, gathered)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         """Yield the gradients of all parameters, in the same way; zeros for a parameter without gradient. Collective."""
         return self._stream(
-            {name: stored for name, stored in self._stored_tensors.items() if stored.is_parameter}, _full_gradient
+            {name: stored for name, stored in self._stored_tensors.items() if stored.is_parameter},
+            _full_gradient,
+            lambda name: self._stored_tensors[name].like.dtype,
         )
 
     def _stream(
-        self, tensors: dict[str, StoredTensor], full_value: Callable[[Tensor], Tensor]
+        self,
+        tensors: dict[str, StoredTensor],
+        full_value: Callable[[Tensor, torch.dtype], Tensor],
+        gathered: Callable[[str], torch.dtype],
     ) -> Iterator[NamedTensor]:
-        return joined(self._streamed_pieces(tensors, full_value))
+        return joined(self._streamed_pieces(tensors, full_value, gathered))
 
     def _streamed_pieces(
-        self, tensors: dict[str, StoredTensor], full_value: Callable[[Tensor], Tensor]
+        self,
+        tensors: dict[str, StoredTensor],
+        full_value: Callable[[Tensor, torch.dtype], Tensor],
+        gathered: Callable[[str], torch.dtype],
     ) -> Iterator[tuple[DiskTensor, Tensor]]:
-        """Yield tensors on disk and slices of them, with their values."""
+        """Yield tensors on disk and slices of them, with their values.
+
+        Args:
+            tensors: stored tensors by name.
+            full_value: function from a shard and a dtype to the full tensor.
+            gathered: function from a name to the dtype in which the tensor travels.
+        """
         chunks, local = self._chunks, dict(self._chunks.own())
         # With CPU offload the shards are on the host, but collectives use the device.
         device = collective_device(next(iter(local.values())))
@@ -109,9 +133,9 @@ class ShardedWeights:
             # The ranks of one stage gather the tensor from their shards, and broadcast it to the other stages.
             owner = chunks.split.rank_of(name)
             if owner == chunks.rank:
-                full = full_value(local[name])
+                full = full_value(local[name], gathered(name))
             else:
-                full = torch.empty(stored.like.shape, dtype=stored.like.dtype, device=device)
+                full = torch.empty(stored.like.shape, dtype=gathered(name), device=device)
             if chunks.group is not None:
                 dist.broadcast(full, group=chunks.group, group_src=owner)
             yield from ((piece, piece.cut(full)) for piece in stored.pieces)
@@ -185,7 +209,7 @@ def _stored_tensors(model: PackedCausalLM) -> dict[str, StoredTensor]:
     return {name: StoredTensor(tensor, layout[name], id(tensor) in parameters) for name, tensor in tensors.items()}
 
 
-def _full_gradient(parameter: Tensor) -> Tensor:
+def _full_gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     if parameter.grad is not None:
         return full_tensor(parameter.grad)
-    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=collective_device(parameter))
+    return torch.zeros(parameter.shape, dtype=dtype, device=collective_device(parameter))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +15,9 @@ from areal.recipes.generation.started_server import StartedServer
 from areal.recipes.policy_config import PolicyConfig
 from areal.trainer.ppo import Sync
 from areal.utils.distributed import rank_in_world
+
+_SIZES = {"max_requests": 64, "page_size": 16}
+"""Answers that a replica generates at once, and the tokens of a page of its cache."""
 
 _DIALECTS = {"vllm": "VLLM", "sglang": "SGLang"}
 
@@ -37,8 +41,25 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
         return closing.enter_context(inference.HTTPRollout(urls, dialect, control=engine.control, **options))
     dtype = getattr(torch, engine.config.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
-    options = {"max_context": max_context, **config.rollout}
+    options = {"max_context": max_context, **_SIZES, **config.rollout}
+    options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
+
+
+def cache_tokens(config: PolicyConfig, ranks: int, sizes: Mapping[str, Any]) -> int:
+    """Return the capacity of a replica's cache of keys and values: for the answers of a rank that a run generates at once.
+
+    More answers, as in an evaluation, share it: some are paused if it is full. By default the replica has room for as many answers of full
+    length as it may generate at once, which on a CPU can take more memory than training.
+
+    Args:
+        config: settings of the run.
+        ranks: number of ranks that generate.
+        sizes: ``max_context``, ``max_requests`` and ``page_size`` of the replica.
+    """
+    at_once = -(-config.groups // ranks) * config.group_size * (1 + config.max_staleness)
+    page = sizes["page_size"]
+    return -(-sizes["max_context"] // page) * page * min(at_once, sizes["max_requests"])
 
 
 def _start_server(config: PolicyConfig, engine: TrainEngine, closing: ExitStack) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from areal.api import FinetuneSpec, SaveLoadMeta
-from areal.engine.fsdp.expert_parallel import stacked_experts
+from areal.engine.fsdp.expert_parallel import Dispatch, stacked_experts
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import rows
 from areal.tests.grid.cell_engine import start_cell
@@ -98,14 +98,19 @@ def test_uneven_experts_agree_with_the_reference(
 
 @pytest.mark.parametrize("backend", BACKENDS[:1])
 def test_selective_checkpointing_keeps_exchanged_rows(backend: str) -> None:
-    exchanges, losses = [], []
+    exchanges, losses, plans = [], [], []
     for how in ("none", "selective", "full"):
         with started(backend, path=model_dir("qwen3_moe"), activation_checkpointing=how) as engine:
-            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+            with (
+                mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange,
+                mock.patch.object(Dispatch, "of", wraps=Dispatch.of) as planned,
+            ):
                 step = engine.train_batch(local_batch(engine, global_batch()), loss)
             exchanges.append(exchange.call_count)
+            plans.append(planned.call_count)
             losses.append((step.loss, step.grad_norm))
     assert exchanges[0] == exchanges[1] < exchanges[2]
+    assert plans[0] == plans[1] == plans[2] > 0, "a recomputation exchanges rows as its forward did"
     assert losses[0] == losses[1] == losses[2]
 
 

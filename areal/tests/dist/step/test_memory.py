@@ -38,6 +38,7 @@ from areal.tests.harness.tiny import (
 from areal.utils import platform
 from areal.utils.dtensor import local_part
 from areal.utils.functional.chunked_head import _Chunks
+from areal.utils.profiling import host_memory
 from areal.utils.releases import fsdp_param_groups
 
 LARGE_VOCAB = 4096
@@ -373,3 +374,14 @@ def resident_bytes() -> int:
     gc.collect()
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssFile", "RssShmem")))
+
+
+@pytest.mark.world(1)
+def test_offload_of_nothing_returns_unused_host_memory() -> None:
+    with started("fsdp:d1") as engine, mock.patch.object(host_memory, "trim", wraps=host_memory.trim) as trim:
+        engine.train_batch(local_batch(engine, global_batch()), loss)
+        before = bytes_on_device(engine)
+        assert not trim.called, "training would allocate the memory again in each step"
+        engine.offload(params=False, grads=False, optimizer=False)
+        assert trim.call_count == 1
+        assert bytes_on_device(engine) == before

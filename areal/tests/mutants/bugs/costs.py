@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areal.tests.mutants.planting import Function, mutant
@@ -91,3 +92,68 @@ def reduction_counted_twice(right: Function) -> Function:
 def reductions_not_told_apart(right: Function) -> Function:
     """FSDP's reductions within a backward are counted as backward."""
     return lambda model, timer: None
+
+
+_GATHERED = "dist/parallel/test_gathered_bytes.py::"
+
+
+@mutant("areal.utils.dtensor:gathered_dtype", _GATHERED + "test_half_the_bytes*[*fsdp:d2]")
+def shards_gathered_before_the_cast(right: Function) -> Function:
+    """A stream of weights in a narrower dtype gathers master weights."""
+    return lambda own, wanted: own
+
+
+@mutant("areal.engine.torch.weights:ShardedWeights.named_tensors", _GATHERED + "test_adapter_is_merged*[fsdp:d2]")
+def adapter_merged_into_rounded_weights(right: Function) -> Function:
+    """Weights with an adapter are rounded before the merge as well as after it."""
+    return lambda self, *, dtype=None, exact=None: right(self, dtype=dtype)
+
+
+@mutant(
+    "areal.engine.fsdp.expert_parallel:_DispatchedExperts.use",
+    "unit/gpu/test_host_waits.py::test_expert_parallelism_waits_once*[*full]",
+)
+def exchange_planned_again(right: Function) -> Function:
+    """The recomputation of a layer exchanges the numbers of rows again, and reads them on the host."""
+    return lambda self, plans: None
+
+
+@mutant(
+    "areal.engine.fsdp.expert_parallel:_CopiedRows.backward",
+    "unit/gpu/test_host_waits.py::test_copies_of_rows_for_their_experts_are_one_gather",
+)
+def gradients_of_copies_unsorted(right: Function) -> Function:
+    """The gradients of a token's copies are summed in the order in which they were sent."""
+    return lambda ctx, grad: (grad.unflatten(0, ctx.shape).sum(1), None, None, None)
+
+
+_TOKENS = "dist/parallel/test_gathered_tokens.py::"
+
+
+@mutant("areal.engine.fsdp.gathered_tokens:GatheredTokens.linear", _TOKENS + "test_backward_keeps*[*even]")
+def gathered_tokens_saved(right: Function) -> Function:
+    """Tensor-parallel linear layers save the tokens of all ranks."""
+    return lambda self, x, weight, bias: torch.nn.functional.linear(x, weight, bias)
+
+
+@mutant("areal.engine.fsdp.gathered_tokens:_Again.gather", _TOKENS + "test_backward_keeps*[*even]")
+def tokens_gathered_for_each_layer(right: Function) -> Function:
+    """Each linear layer of a block gathers the tokens again."""
+
+    def wrong(self: Any, shard: Tensor) -> Any:
+        self._full = None
+        return right(self, shard)
+
+    return wrong
+
+
+_GROUPS = "unit/gpu/test_gpu_of_each_rank.py::"
+
+
+@mutant(
+    "areal.utils.platform:collective_backend",
+    _GROUPS + "test_groups_of_tensors_are_of_nccl_alone_and_the_control_plane_of_gloo",
+)
+def groups_of_tensors_with_gloo(right: Function) -> Function:
+    """Each group of an engine on GPUs also connects its ranks over gloo."""
+    return lambda: "cpu:gloo,cuda:nccl"

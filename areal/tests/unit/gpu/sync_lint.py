@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -34,7 +34,10 @@ class SyncLint(TorchDispatchMode):
     Attributes:
         copies: asynchronous copies from the host.
         waits: copies that block, operations that read values, and operations on tensors of both devices.
+        value: what a tensor of the device reads as, since it has no values.
     """
+
+    value: ClassVar[Any] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +49,7 @@ class SyncLint(TorchDispatchMode):
         # torch.tensor(data, device=...) copies, which a dispatch mode does not see.
         for name in ("tensor", "as_tensor"):
             self._patches.enter_context(mock.patch.object(torch, name, self._watched(name, getattr(torch, name))))
+        self._patches.enter_context(mock.patch.object(Tensor, "tolist", self._read(Tensor.tolist)))
         super().__enter__()
         return self
 
@@ -60,6 +64,17 @@ class SyncLint(TorchDispatchMode):
             return right(data, *args, **kwargs)
 
         return call
+
+    def _read(self, right: Any) -> Any:
+        """Return a stand-in of ``tolist``: on the device it reads :attr:`value`."""
+
+        def tolist(x: Tensor) -> Any:
+            if x.device != DEVICE:
+                return right(x)
+            self.waits.append(f"tolist {list(x.shape)}")
+            return self.value
+
+        return tolist
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

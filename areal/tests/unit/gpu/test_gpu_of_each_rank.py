@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal.utils import distributed, platform
+from areal.api import ParallelDims
+from areal.utils import distributed, mesh, platform
+from areal.utils.group_set import GroupSet
 from areal.utils.rank_gpus import VisibleGPUs, check_separate, choose_gpus, exchange, place
 
 A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
@@ -44,7 +46,7 @@ def test_ranks_share_a_gpu_only_where_its_uuid_is_the_same(launcher: str) -> Non
     assert choose_gpus(ranks) == indices
     placements = [place(ranks, rank) for rank in range(len(ranks))]
     assert [placement.device for placement in placements] == [torch.device("cuda", index) for index in indices]
-    assert {placement.backend for placement in placements} == {platform.GLOO if shared else platform.NCCL}
+    assert {placement.backend for placement in placements} == {platform.GLOO if shared else platform.WORLD}
     assert {bool(placement.shared) for placement in placements} == {shared}
 
 
@@ -121,12 +123,13 @@ def test_one_gpu_for_each_process_gets_nccl(local: dict[str, str]) -> None:
     started = start_rank_0((A,), sees(B, local_rank=1), **local)
     assert (started["backend"], started["device"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 0))
     assert (started["rank"], started["world_size"]) == (0, 2)
+    assert started["device_id"] == torch.device("cuda", 0), "groups of some ranks split one communicator"
 
 
 def test_processes_on_one_gpu_get_gloo_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         started = start_rank_0((A,), sees(A, local_rank=1), LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
-    assert (started["backend"], started["device"]) == ("gloo", torch.device("cuda", 0))
+    assert (started["backend"], started["device"], started["device_id"]) == ("gloo", torch.device("cuda", 0), None)
     assert "ranks 0, 1 share a GPU" in caplog.text
 
 
@@ -151,7 +154,7 @@ def test_a_process_alone_starts_without_a_launcher() -> None:
     with process_with(A, B) as started:
         distributed.init_default_group()
     assert (started["backend"], started["device"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 0))
-    assert (started["rank"], started["world_size"]) == (0, 1)
+    assert (started["rank"], started["world_size"], started["device_id"]) == (0, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,33 @@ def test_a_process_alone_starts_without_a_launcher() -> None:
 def test_groups_of_an_engine_follow_the_default_group(configured: str, backend: str) -> None:
     with mock.patch.object(dist, "get_backend_config", return_value=configured):
         assert platform.collective_backend() == backend
+
+
+def test_groups_of_tensors_are_of_nccl_alone_and_the_control_plane_of_gloo() -> None:
+    """With gloo, each axis over all ranks would connect every process to every other one."""
+    axes: dict[str, Any] = {}
+    groups: list[Any] = []
+
+    def new_group(ranks: Any = None, backend: Any = None, **options: Any) -> None:
+        groups.append((ranks, backend))
+        raise InterruptedError
+
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=platform.WORLD),
+        mock.patch.object(dist, "get_world_size", return_value=8),
+        mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(mesh, "DeviceMesh", lambda *_, **options: axes.update(options)),
+        mock.patch.object(dist, "new_group", new_group),
+    ):
+        mesh.build_batch_mesh(ParallelDims.parse("fsdp:d2c2t2"), "cuda", GroupSet())
+        with pytest.raises(InterruptedError):
+            distributed.ControlPlane()
+        assert {backend for backend, _ in axes["backend_override"]} == {"cuda:nccl"}
+        assert groups == [(None, "gloo")]
+        megatron = pytest.importorskip("areal.engine.megatron.process_groups")
+        with pytest.raises(InterruptedError):
+            megatron.ProcessGroups(ParallelDims.parse("megatron:d2c2t2"), GroupSet())
+    assert {backend for _, backend in groups[1:]} == {"cuda:nccl"}
 
 
 def test_nccl_groups_of_other_programs_need_separate_gpus() -> None:

@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from areal.api import MicroBatchSpec, TopK
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.fsdp.parallelize import transformer_layers
+from areal.engine.fsdp.expert_parallel import WEIGHTS, Dispatch, _CopiedRows, _DispatchedExperts, stacked_experts
+from areal.engine.fsdp.parallelize import checkpoint_layers, transformer_layers
 from areal.engine.fsdp.router import watch_routers
 from areal.engine.model.hub import read_config
 from areal.engine.schedule import SequentialSchedule
@@ -38,18 +40,42 @@ def stand_ins() -> Iterator[None]:
         mock.patch.object(dist, "get_rank", lambda group=None: 1 if group is TWO_RANKS else rank(group)),
         mock.patch.object(releases, "all_gather_single"),
         mock.patch.object(releases, "reduce_scatter_single"),
+        mock.patch.object(dist, "all_to_all_single"),
         # With one sequence per row, transformers reads once whether there is padding.
         mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", return_value=False),
     ):
         yield
 
 
+def spread_over_two(model: nn.Module) -> None:
+    """Keep the first half of the experts of each layer, as :func:`spread_experts` does."""
+    for experts in stacked_experts(model):
+        half = experts.num_experts = len(experts.gate_up_proj) // 2
+        for name in WEIGHTS:
+            experts._parameters[name] = nn.Parameter(experts._parameters[name].detach()[:half])
+        experts.forward = _DispatchedExperts(experts, half, TWO_RANKS)
+
+
 @contextmanager
-def on_device(family: str, cp: str | None = None, **changes: Any) -> Iterator[Any]:
+def all_rows_stay() -> Iterator[None]:
+    """Let the numbers of rows that the host reads be those of a rank that keeps all of its rows."""
+    plan = Dispatch.of
+
+    def of(index: Tensor, *args: Any) -> Dispatch:
+        SyncLint.value = [[index.numel(), 0]] * 2
+        return plan(index, *args)
+
+    with mock.patch.object(Dispatch, "of", of):
+        yield
+
+
+@contextmanager
+def on_device(family: str, cp: str | None = None, ep: bool = False, **changes: Any) -> Iterator[Any]:
     """Start an engine, and replace its sharded model by the full one on the device of the lint.
 
     Args:
         cp: mode of context parallelism over two ranks.
+        ep: spread experts over two ranks.
     """
     path = family_dir(family)
     with started("fsdp:d1", path=path, **{"mb_spec": SPEC, **changes}) as engine, stand_ins():
@@ -57,6 +83,9 @@ def on_device(family: str, cp: str | None = None, **changes: Any) -> Iterator[An
         # The grouped matrix product of experts is for bfloat16 only.
         model = engine._meta_model(read_config(path)).to(torch.bfloat16)
         watch_routers(transformer_layers(model))
+        if ep:
+            spread_over_two(model)
+            checkpoint_layers(transformer_layers(model), engine.config.activation_checkpointing, 1.0)
         engine.device = DEVICE
         components.model, components.schedule = model, SequentialSchedule(model)
         if cp is not None:
@@ -137,6 +166,43 @@ def test_call_copies_to_the_device_once_and_never_waits(case: str) -> None:
     assert call.copies == []
 
 
+@pytest.mark.parametrize("how", ["full", "selective", "none"])
+@pytest.mark.world(1)
+def test_expert_parallelism_waits_once_per_layer_and_micro_batch(how: str) -> None:
+    """For the numbers of rows of the all-to-alls, in the forward. A recomputation has them already."""
+    with on_device("qwen3_moe", ep=True, activation_checkpointing=how, **MOE) as engine, all_rows_stay():
+        layers = len(stacked_experts(engine._components.model))
+        build, call = run(engine, batch_with(), LOGPROBS)
+        n_mbs = len(engine._prepare(batch_with(), LOGPROBS))
+    assert build.waits == []
+    # A forward and a backward of each micro-batch, and a forward alone.
+    assert call.waits == ["tolist [2, 2]"] * (layers * n_mbs * 2)
+    assert call.copies == []
+
+
+def test_copies_of_rows_for_their_experts_are_one_gather() -> None:
+    tokens, copies = 6, 3
+    rows = torch.randn(tokens, 4, dtype=torch.float64, requires_grad=True)
+    order = torch.randperm(tokens * copies)
+    large: list[str] = []
+
+    class Large(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.numel() == tokens * copies * 4:
+                large.append(func.name())
+            return out
+
+    with Large():
+        copied = _CopiedRows.apply(rows, order, order.argsort(), copies)
+    assert large == ["aten::index_select"]
+    assert torch.equal(copied, rows.repeat_interleave(copies, 0)[order])
+    factors = torch.randn(tokens * copies, 4, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((copied * factors).sum(), rows)
+    expected = torch.zeros(tokens, 4, dtype=torch.float64).index_add(0, order // copies, factors)
+    assert torch.allclose(gradient, expected)
+
+
 def test_lint_finds_operations_that_wait() -> None:
     x, mask = torch.randn(4, device=DEVICE), torch.tensor([True, False, True, True])
     with SyncLint() as lint:
@@ -148,7 +214,11 @@ def test_lint_finds_operations_that_wait() -> None:
             x.nonzero()
     assert len(lint.waits) == 5, lint.waits
     assert lint.copies == []
-    # Reads of values raise on the meta device.
+    with SyncLint() as lint:
+        torch.zeros(2, 3, device=DEVICE).tolist()
+        torch.zeros(2).tolist()
+    assert lint.waits == ["tolist [2, 3]"]
+    # Other reads of values raise on the meta device.
     with pytest.raises(RuntimeError):
         x.item()
     with SyncLint() as lint:

@@ -69,3 +69,9 @@ def usable_without_weights(right: Function) -> Function:
             raise RuntimeError(f"the optimizer step failed: {error}") from error
 
     return wrong
+
+
+@mutant("areal.engine.jax.weights:_gathered", "dist/parallel/test_gathered_bytes.py::test_jax_gathers*[*jax:d2]")
+def jax_shards_gathered_before_the_cast(right: Function) -> Function:
+    """A stream of weights in a narrower dtype gathers master weights."""
+    return lambda spec, dtype, divided, array: right(spec, str(array.dtype), divided, array).astype(dtype)

@@ -1,0 +1,82 @@
+"""Tensor parallelism on the FSDP engine keeps this rank's tokens for the backward, not the gathered ones."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal.engine.fsdp import gathered_tokens
+from areal.engine.fsdp.gathered_tokens import _GatheredLinear, keep_gathered
+from areal.engine.fsdp.parallelize import transformer_layers
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.tiny import global_batch, gradients_of, local_batch, loss, started
+from areal.tests.harness.world import record
+
+WHOLE = {"even": {}, "one key head": {"num_key_value_heads": 1}}
+
+
+def saved_of_a_layer(engine: Any) -> tuple[dict[str, Tensor], int, int, int]:
+    """Run a step. Returns gradients, the bytes that the first layer saves for the backward, those of its gathered tokens, and the number of
+    gathers."""
+    layer: Any = transformer_layers(engine._components.model[0])[0]
+    inner, storages, tokens, weights = layer.forward, {}, 0, set()
+
+    def save(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            storages[x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()] = x
+        return x
+
+    def forward(hidden: Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal tokens
+        weights.update(p.to_local().untyped_storage().data_ptr() for p in layer.parameters())
+        tokens += 2 * 2 * hidden.nbytes  # of two blocks on two ranks
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            return inner(hidden, *args, **options)
+
+    layer.forward = forward
+    with mock.patch.object(gathered_tokens, "all_gather_rows", wraps=gathered_tokens.all_gather_rows) as gathers:
+        engine.forward_backward(local_batch(engine, global_batch()[:2]), loss)
+    layer.forward = inner
+    gradients = gradients_of(engine)
+    engine.zero_grad()
+    return gradients, sum(nbytes for _, nbytes in storages), tokens, gathers.call_count
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("changes", WHOLE.values(), ids=WHOLE)
+def test_backward_keeps_the_tokens_of_this_rank(changes: dict[str, Any]) -> None:
+    options = {"path": model_dir("qwen3", **changes), "mb_spec": {"max_tokens_per_mb": 4096}}
+    with started("fsdp:t2", **options) as engine:
+        gradients, nbytes, of_tokens, gathers = saved_of_a_layer(engine)
+        layers = transformer_layers(engine._components.model[0])
+        for layer in layers:
+            keep_gathered(layer)
+        expected, bytes_of_gathered, _, none = saved_of_a_layer(engine)
+    record("bytes that a layer saves at t2", str(changes), gathered=bytes_of_gathered, shards=nbytes)
+    # The inputs of attention and MLP: half of each is kept.
+    assert bytes_of_gathered - nbytes == of_tokens / 2
+    # In the backward, the linear layers of a block share one gather.
+    assert (gathers, none) == (2 * len(layers), 0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.world(2)
+def test_recomputed_layers_gather_no_third_time() -> None:
+    with started("fsdp:t2", activation_checkpointing="full") as engine:
+        *_, gathers = saved_of_a_layer(engine)
+    assert gathers == 0
+
+
+def test_linear_layer_of_gathered_tokens_differentiates() -> None:
+    """With a group of one rank, the tokens are the shard."""
+    again = mock.Mock(uses=0, gather=lambda shard: shard)
+    x, weight = torch.randn(1, 5, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    inputs = [x.requires_grad_(), weight.requires_grad_(), torch.randn(4, dtype=torch.float64, requires_grad=True)]
+    assert torch.autograd.gradcheck(lambda x, w, b: _GatheredLinear.apply(x, w, b, x[0].detach(), again), inputs)
+    assert torch.equal(_GatheredLinear.apply(*inputs, x[0].detach(), again), F.linear(*inputs))
