@@ -10,22 +10,30 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import ray
 import torch
 from torch import Tensor
 
 from areal import FinetuneSpec, OptimizerConfig, TrainEngine, TrainEngineConfig, create_engine
 from areal.api import Batch, MicroBatchSpec, StepOutput, TokenOutputs
 from areal.dispatch import WorkerGroup
+from areal.dispatch.executor import RankObjects
 from areal.dispatch.ray import RayWorkers
+from areal.dispatch.ray.actor import RankProcess
+from areal.dispatch.ray.processes import Processes
+from areal.dispatch.ray.watch import Limits, Watch
 from areal.dispatch.shards import plan_shards
 from areal.dispatch.wire import pack_tensors, unpack_tensors
 from benchmarks.model import Size, write_model
 
 E = TypeVar("E", bound=TrainEngine)
+
+_Rank: Any = cast(Any, ray.remote)(concurrency_groups={"health": 2, "life": 1})(RankProcess)
 
 ROUNDS = 15
 SAMPLES = 64
@@ -143,12 +151,50 @@ def print_calls(path: str) -> None:
             )
 
 
+def nothing(rank_objects: RankObjects, _: None) -> None:
+    """Return at once."""
+
+
+def print_scale(size: int) -> None:
+    """Print what a call on many ranks costs the driver, and the same calls by Ray alone. Two processes reply for all ranks."""
+    processes = [_Rank.remote(0, 2**20) for _ in range(2)]
+    infos = ray.get([process.process_info.remote() for process in processes])
+    actors = [processes[rank % 2] for rank in range(size)]
+    ranks = Processes(tuple(actors), tuple(infos[rank % 2] for rank in range(size)), None)
+    watch, pickled = Watch(ranks, Limits(600.0, 600.0)), ray.cloudpickle.dumps(nothing)
+
+    def timed(send: Callable[[], Any], collect: Callable[[Any], object]) -> tuple[float, float, float]:
+        cpu, start = time.process_time(), time.perf_counter()
+        sent = send()
+        middle = time.perf_counter()
+        collect(sent)
+        return middle - start, time.perf_counter() - middle, time.process_time() - cpu
+
+    # In turn, so that both see the same load.
+    rounds = [
+        (
+            timed(lambda: [actor.run.remote("nothing", pickled, None) for actor in actors], ray.get),
+            timed(lambda: watch.submit("nothing", nothing, [None] * size), Future.result),
+        )
+        for _ in range(ROUNDS)
+    ][2:]
+    for name, its in zip(("Ray alone", "a call"), zip(*rounds, strict=True), strict=True):
+        send, collect, cpu = (1e3 * statistics.median(column) for column in zip(*its, strict=True))
+        print(
+            f"{size} ranks, {name}: send {send:.0f} ms, collect {collect:.0f} ms, driver {cpu / size:.3f} ms of CPU time per rank"
+        )
+    watch.end(RuntimeError("the benchmark has ended"))
+    watch.join()
+
+
 def main() -> None:
     """Print the costs of a shard in CPU time with the ratio of both ways, and those of a call in wall time."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), Size())
         print_calls(folder)
+    for size in (64, 1024):
+        print_scale(size)
     for name, (shortest, longest) in SIZES.items():
         samples = batch_of(shortest, longest)
         plain, packed = transfer_ms(samples, ROUNDS)

@@ -80,7 +80,7 @@ class Processes:
         kept = sorted(ranks[ref] for ref in ready if _succeeded(ref))
         if len(kept) < size:
             return None
-        _end([self.actors[rank] for rank in left if rank not in kept], None)
+        _end([self.actors[rank] for rank in set(left) - set(kept)], None)
         infos = [self.process_infos[rank] for rank in kept]
         try:
             return _join(start, [self.actors[rank] for rank in kept], infos, self.group)

@@ -6,23 +6,23 @@ import copy
 import queue
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import ray
 from ray import ObjectRef, cloudpickle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from areal.dispatch.errors import WorkerLostError, refusal
 from areal.dispatch.executor import Reply, Work, error_of
 from areal.dispatch.ray.actor import StackPosition, last_lines
 from areal.dispatch.ray.processes import Processes
-from areal.dispatch.ray.results import unseal
+from areal.dispatch.ray.replies import Call, Event, Loss, Replies
 
 SILENT_SECONDS = 5.0
 """Limit for ranks that do not move once the engine of another rank has reported a lost rank."""
@@ -48,11 +48,11 @@ class Limits:
     grace_seconds: float
     ping_seconds: float = 45.0
 
-    def of(self, replies: Sequence[Reply | None]) -> float:
+    def of(self, replies: Iterable[Reply | None]) -> float:
         """Return the limit of a call for ranks that do not move.
 
         Args:
-            replies: by rank, ``None`` for those that still work.
+            replies: replies so far, at least one with an error of each kind; ``None`` for ranks that still work.
         """
         kinds = {its.kind for its in replies if its is not None} - {""}
         if "RankLostError" in kinds:
@@ -78,23 +78,6 @@ class Sign:
     stack: str = ""
 
 
-@dataclass(eq=False)
-class Call:
-    """A call on all ranks, with the replies so far."""
-
-    what: str
-    replies: list[Reply | None]
-    future: Future[list[Reply]] = field(default_factory=Future)
-
-
-class Loss(Exception):
-    """Ends all calls: a process is lost, or all are."""
-
-    def __init__(self, rank: int, reason: str, *, died: bool = False) -> None:
-        super().__init__(reason)
-        self.rank, self.reason, self.died = rank, reason, died
-
-
 class Watch:
     """Sends calls to all ranks, in one order, and completes their futures. After a loss it ends the lost process, and sends no more.
 
@@ -112,11 +95,11 @@ class Watch:
     def __init__(self, processes: Processes, limits: Limits) -> None:
         self._processes, self._limits = processes, limits
         self.error: Exception | None = None
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         # Held while a call is submitted to all ranks: all of them get the calls of several threads in one order.
         self._lock = threading.Lock()
-        # Of the thread: calls with replies to come, in the order in which the ranks run them, and signs of life by rank.
-        self._running: list[Call] = []
+        # Of the thread: calls with replies to come, and signs of life by rank.
+        self._replies = Replies(self._events.put, self._set_limit)
         self._signs = [Sign() for _ in processes.actors]
         self._limit, self._tick = limits.hang_seconds, 0.0
         for rank, actor in enumerate(processes.actors):
@@ -135,19 +118,16 @@ class Watch:
         with self._lock:
             if self.error is not None:
                 raise refusal(f"{what} cannot run: {self.error}", self.error)
-            call = Call(what, [None] * len(arguments))
-            sent = 0
+            refs: dict[int, ObjectRef] = {}
             try:
                 pickled = cloudpickle.dumps(work)
                 shared = ray.put(pickled) if len(pickled) > INLINE_BYTES else pickled
                 for rank, (actor, argument) in enumerate(zip(self._processes.actors, arguments, strict=True)):
-                    reply = actor.run.remote(what, shared, argument)
-                    if not sent:
-                        self._events.put(partial(self._take_call, call))
-                    sent += 1
-                    self._deliver(reply, partial(self._take_reply, call, rank))
+                    refs[rank] = actor.run.remote(what, shared, argument)
+                call = Call(what, [None] * len(refs), refs)
+                self._replies.send(call, partial(self._take_call, call))
             except Exception as error:
-                if not sent:
+                if not refs:
                     raise ValueError(f"the arguments of {what} cannot be sent to the ranks: {error}") from error
                 # Some ranks run the call and would wait for the others.
                 failure = RuntimeError(f"{what} was sent to some ranks only: {error}: call restart()")
@@ -205,25 +185,32 @@ class Watch:
         for call in self._running:
             call.future.set_exception(self.error)
 
-    def _next(self) -> Callable[[], None]:
-        """Return the next event, or the check of the ranks that still work when it is due."""
+    @property
+    def _running(self) -> list[Call]:
+        return self._replies.running
+
+    def _next(self) -> Event:
+        """Return the next event, or what is due: a question for replies, or the check of the ranks that still work."""
         if not self._running:
             return self._events.get()
-        seconds = self._tick - time.monotonic()
+        due, event = min((self._replies.due, self._replies.take_arrived), (self._tick, self._check), key=itemgetter(0))
+        seconds = due - time.monotonic()
         if seconds <= 0:
-            return self._check
+            return event
         try:
             return self._events.get(timeout=seconds)
         except queue.Empty:
-            return self._check
+            return event
 
     def _take_arrived(self) -> None:
-        """Take the events that have arrived, and ignore further losses."""
+        """Take the events and replies that have arrived, and ignore further losses."""
         with suppress(queue.Empty):
             while True:
                 event = self._events.get_nowait()
-                with suppress(Loss):
+                with suppress(Exception):
                     event()
+        with suppress(Exception):
+            self._replies.take_arrived()
 
     def _deliver(self, ref: ObjectRef, take: Callable[[Future[Any]], None]) -> None:
         """Call ``take`` in the thread with the future of an object, when the object is there."""
@@ -234,31 +221,7 @@ class Watch:
     def _take_call(self, call: Call) -> None:
         if not self._running:
             self._forget_signs()
-        self._running.append(call)
-        self._set_limit()
-
-    def _take_reply(self, call: Call, rank: int, future: Future[Any]) -> None:
-        """Note the reply of a rank, and complete the call with the last one.
-
-        Raises:
-            Loss: the process of the rank died.
-        """
-        try:
-            its = future.result()
-            reply = its if its.kind else Reply(unseal(its.value))
-        except RayTaskError as error:
-            reply = Reply(None, "RuntimeError", f"{type(error.cause).__name__}: {error.cause}", str(error))
-        except RayError as error:
-            raise Loss(rank, "died", died=True) from error
-        except Exception as error:
-            text = f"the result of rank {rank} cannot be read in the driver: {type(error).__name__}: {error}"
-            reply = Reply(None, "ValueError", text, traceback.format_exc())
-        call.replies[rank] = reply
-        replies = [its for its in call.replies if its is not None]
-        if len(replies) == len(call.replies) and call in self._running:
-            self._running.remove(call)
-            call.future.set_result(replies)
-        self._set_limit()
+        self._replies.add(call)
 
     def _take_end(self, rank: int, future: Future[Any]) -> None:
         """Raise a :class:`Loss`: a process has ended."""
@@ -295,7 +258,9 @@ class Watch:
 
     def _set_limit(self) -> None:
         """Set the limit that the replies so far demand. Once a rank has failed, the others have less time, which starts then."""
-        limit = min((self._limits.of(call.replies) for call in self._running), default=self._limits.hang_seconds)
+        limit = min(
+            (self._limits.of(call.failed.values()) for call in self._running), default=self._limits.hang_seconds
+        )
         shorter, self._limit = limit < self._limit, limit
         if shorter:
             self._forget_signs()
@@ -308,7 +273,7 @@ class Watch:
         """
         now, limit = time.monotonic(), self._limit
         self._tick = now + self._interval
-        late = sorted({rank for call in self._running for rank, its in enumerate(call.replies) if its is None})
+        late = sorted({rank for call in self._running for rank in call.waiting})
         silence = min(limit, self._limits.ping_seconds)
         silent = [rank for rank in late if self._signs[rank].asked and now - self._signs[rank].heard > silence]
         if silent:
@@ -317,7 +282,7 @@ class Watch:
             )
         if all(now - self._signs[rank].moved > limit for rank in late):
             # A rank that waits in a collective, or in a later call, waits for another one: name that, if there is one.
-            oldest = [rank for rank in late if self._running[0].replies[rank] is None]
+            oldest = [rank for rank in late if rank in self._running[0].waiting]
             first = min(oldest, key=lambda rank: ("torch/distributed" in self._signs[rank].stack, rank))
             where = "\n".join(f"rank {rank} is at\n{self._signs[rank].stack or '  (no call)'}" for rank in late)
             raise Loss(first, f"has not moved for {limit:g} s (nor has any other rank that still works:\n{where}\n)")

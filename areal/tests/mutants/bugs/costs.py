@@ -1,14 +1,18 @@
-"""Bugs of costs that the suite must catch: of memory, of waits of the host, and of their measurement."""
+"""Bugs of costs that the suite must catch: of memory, of waits of the host, of calls on many ranks, and of their measurement."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal.dispatch.executor import Reply, error_of
 from areal.tests.mutants.planting import Function, mutant
+
+SCALE = "unit/dispatch/test_scale.py::"
 
 _OFFLOAD = "dist/step/test_memory.py::test_offload_uses_kept_memory_waits_once_and_returns_memory_to_the_device"
 
@@ -157,3 +161,48 @@ _GROUPS = "unit/gpu/test_gpu_of_each_rank.py::"
 def groups_of_tensors_with_gloo(right: Function) -> Function:
     """Each group of an engine on GPUs also connects its ranks over gloo."""
     return lambda: "cpu:gloo,cuda:nccl"
+
+
+if find_spec("ray") is not None:
+
+    @mutant("areal.dispatch.ray.replies:Replies._ask_after", SCALE + "test_error_of_one_rank_of_many*")
+    def replies_are_read_when_ray_reports_one(right: Function) -> Function:
+        """The error of a rank whose reply is not reported is read with the next reply that is."""
+        return lambda self, seconds: None if seconds > 0.05 else right(self, seconds)
+
+    @mutant("areal.dispatch.ray.replies:Replies._note", SCALE + "test_lines_of_a_call_grow_linearly")
+    def all_replies_are_looked_at_after_some(right: Function) -> Function:
+        """After some replies all are looked at, so that a call costs the square of its ranks."""
+
+        def wrong(self: Any, call: Any, rank: int, value: Any) -> None:
+            right(self, call, rank, value)
+            if rank % 16 == 0:
+                error_of([reply or Reply() for reply in call.replies])
+
+        return wrong
+
+    @mutant("areal.dispatch.ray.replies:Replies._take_ready", SCALE + "test_lost_process_is_named_from_its_reply*")
+    def replies_after_that_of_a_lost_process_are_dropped(right: Function) -> Function:
+        """The errors of other ranks are not read when the process of one is lost."""
+
+        def wrong(self: Any, call: Any, ranks: Any) -> Any:
+            for ref, rank in ranks.items():
+                loss = right(self, call, {ref: rank})
+                if loss is not None:
+                    raise loss
+
+        return wrong
+
+    @mutant("areal.dispatch.ray.replies:Replies.take_arrived", SCALE + "test_calls_of_many_ranks_end_in_their_order")
+    def later_calls_wait_for_the_first(right: Function) -> Function:
+        """Replies to a later call are asked for when the call before has ended."""
+
+        def wrong(self: Any) -> None:
+            later = self.running[1:]
+            self.running[1:] = []
+            try:
+                right(self)
+            finally:
+                self.running.extend(later)
+
+        return wrong

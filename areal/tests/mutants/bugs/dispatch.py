@@ -251,10 +251,10 @@ if find_spec("ray") is not None:
         """What a rank reports in a later call is read when the earlier one has ended."""
 
         def wrong(self: Any) -> None:
-            running = self._running
-            self._running = running[:1]
+            running = self._replies.running
+            self._replies.running = running[:1]
             right(self)
-            self._running = running
+            self._replies.running = running
 
         return wrong
 

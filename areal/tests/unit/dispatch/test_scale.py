@@ -1,0 +1,237 @@
+"""Calls on 64, 1,024 and 4,096 simulated ranks: the driver's cost grows linearly, and errors and losses are noticed at once."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+from ray.exceptions import RayActorError
+
+from areal.api import SaveLoadMeta
+from areal.dispatch import WorkerGroup
+from areal.dispatch import ray as dispatch_ray
+from areal.dispatch.errors import WorkerLostError
+from areal.dispatch.executor import Reply
+from areal.dispatch.rank_calls import RankLayout
+from areal.dispatch.ray import replies as module
+from areal.dispatch.ray import watch
+from areal.tests.harness.limits import PROMPTLY, wait_until
+from areal.tests.harness.tiny import config
+from areal.tests.unit.dispatch.simulated import (
+    VALUE,
+    PromptRank,
+    SilentRank,
+    SimulatedRay,
+    WorkingRank,
+    simulated,
+    simulated_ray,
+)
+
+__all__ = ["simulated_ray"]
+
+RANKS = (64, 1024, 4096)
+CPU_MS = 0.3
+"""Milliseconds of the driver's CPU time per rank and call. What is counted here leaves Ray's own 0.15 out."""
+
+
+@contextmanager
+def counted_lines() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns how many lines of ``areal.dispatch`` all new threads and this one have run."""
+    lines, folder = count(), str(Path(dispatch_ray.__file__).parents[1])
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line":
+            next(lines)
+        return trace
+
+    before = sys.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield lambda: next(lines)
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)  # type: ignore[arg-type]
+
+
+def lines_per_rank(size: int) -> float:
+    """Return the lines that the driver runs for a call, divided by the ranks."""
+    with counted_lines() as lines, simulated([PromptRank() for _ in range(size)]) as workers:
+        workers.watch.submit("set_lr", None, [None] * size).result()
+        before = lines()
+        workers.watch.submit("set_lr", None, [None] * size).result()
+        return (lines() - before) / size
+
+
+def test_lines_of_a_call_grow_linearly(simulated_ray: SimulatedRay) -> None:
+    few = lines_per_rank(RANKS[0])
+    assert few < 100
+    for size in RANKS[1:]:
+        assert lines_per_rank(size) <= 1.2 * few
+
+
+def test_cpu_time_of_a_call_is_within_the_limit_per_rank(simulated_ray: SimulatedRay) -> None:
+    """It takes 0.01 ms: there is room for a machine of any load."""
+    with simulated([PromptRank() for _ in range(1024)]) as workers:
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            workers.watch.submit("set_lr", None, [None] * 1024).result(60)
+            seconds.append(time.process_time() - start)
+    assert 1e3 * min(seconds) / 1024 < CPU_MS
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_replies_that_come_one_by_one_are_read_once_and_asked_for_at_intervals(
+    simulated_ray: SimulatedRay, size: int
+) -> None:
+    """In any order. Questions are bounded by the time that passes, and not by the number of replies."""
+    with simulated([SilentRank() for _ in range(size)]) as workers:
+        start = time.monotonic()
+        call = workers.watch.submit("train_batch", None, [None] * size)
+        order = random.Random(0).sample(range(size), size)
+        for rank in order:
+            workers.ranks[rank].replies[0].its.set_result(Reply(VALUE))
+            if rank % 64 == 0:
+                time.sleep(0.001)
+        wait_until(call.done, "the call has ended", PROMPTLY)
+        assert len(call.result(0)) == size
+        seconds = time.monotonic() - start
+    assert simulated_ray.read <= size
+    assert simulated_ray.asked <= size + seconds / module.PAUSE_SECONDS
+
+
+def test_calls_of_many_ranks_end_in_their_order(simulated_ray: SimulatedRay) -> None:
+    """Ranks that are calls ahead are read together with the others."""
+    with simulated([SilentRank() for _ in range(64)]) as workers:
+        calls = [workers.watch.submit(f"call {n}", None, [None] * 64) for n in range(3)]
+        for rank in workers.ranks[1:]:
+            for reply in rank.replies:
+                reply.its.set_result(Reply(VALUE))
+        wait_until(lambda: simulated_ray.read + 3 * module.WATCHED >= 3 * 63, "the replies are read", PROMPTLY)
+        assert not any(call.done() for call in calls)
+        for n, call in enumerate(calls):
+            workers.ranks[0].replies[n].its.set_result(Reply(VALUE))
+            wait_until(call.done, "the call has ended", PROMPTLY)
+            assert len(call.result(0)) == 64
+            assert not any(later.done() for later in calls[n + 1 :])
+
+
+def test_error_of_one_rank_of_many_shortens_the_wait_for_the_others(simulated_ray: SimulatedRay) -> None:
+    """Also in a later call than that in which the others are."""
+    with simulated([SilentRank() for _ in range(1024)], grace_seconds=0.3) as workers:
+        first, second = (workers.watch.submit(what, None, [None] * 1024) for what in ("set_lr", "train_batch"))
+        wait_until(lambda: simulated_ray.asked > 0, "replies were asked for")
+        time.sleep(2 * module.ASK_SECONDS)
+        late = workers.ranks[700].replies
+        late[0].its.set_result(Reply(VALUE))
+        late[1].its.set_result(Reply(None, "ValueError", "too long"))
+        wait_until(second.done, "the calls have ended", PROMPTLY)
+        with pytest.raises(WorkerLostError, match=r"rank 0 .*has not moved for 0.3 s"):
+            first.result(0)
+        with pytest.raises(ValueError, match=r"(?s)rank 700: too long\nAnd: rank 0 "):
+            second.result(0)
+
+
+def test_lost_process_is_named_from_its_reply_and_errors_of_others_are_kept(simulated_ray: SimulatedRay) -> None:
+    """The replies that arrive with it are read."""
+    with simulated([SilentRank() for _ in range(1024)]) as workers:
+        call = workers.watch.submit("train_batch", None, [None] * 1024)
+        workers.ranks[900].replies[0].its.set_result(Reply(None, "RankLostError", "connection closed by rank 800"))
+        workers.ranks[800].replies[0].its.set_exception(RayActorError())
+        message = r"(?s)rank 800 \(pid 900 .* died during train_batch.*And: rank 900: connection closed by rank 800"
+        wait_until(call.done, "the call has ended", PROMPTLY)
+        with pytest.raises(WorkerLostError, match=message):
+            call.result(0)
+        assert workers.ended == ["rank 800"]
+
+
+def test_object_that_is_not_there_yet_is_asked_for_again(
+    simulated_ray: SimulatedRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may report an object whose node is gone."""
+    refused = {1: 2}
+    right = simulated_ray.get
+
+    def get(refs: Any, timeout: float | None = None) -> Any:
+        value = right(refs, timeout)
+        if isinstance(refs, list) and refused[1]:
+            refused[1] -= 1
+            raise module.GetTimeoutError
+        return value
+
+    monkeypatch.setattr(module.ray, "get", get)
+    with simulated([PromptRank() for _ in range(64)]) as workers:
+        call = workers.watch.submit("set_lr", None, [None] * 64)
+        wait_until(call.done, "the call has ended", PROMPTLY)
+        assert len(call.result(0)) == 64
+
+
+def test_end_without_ray_asks_for_nothing(simulated_ray: SimulatedRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question would start another cluster."""
+    with simulated([SilentRank() for _ in range(64)]) as workers:
+        call = workers.watch.submit("train_batch", None, [None] * 64)
+        wait_until(lambda: simulated_ray.asked > 0, "replies were asked for")
+        monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
+        time.sleep(2 * module.ASK_SECONDS)
+        before = simulated_ray.asked
+        workers.close()
+        assert simulated_ray.asked == before
+        with pytest.raises(RuntimeError, match="closed"):
+            call.result(1)
+
+
+class SavingEngine:
+    """An engine that remembers what it saves."""
+
+    is_main, dp_rank = True, 0
+
+    def __init__(self) -> None:
+        self.saved: list[SaveLoadMeta] = []
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        self.saved.append(meta)
+
+    def destroy(self) -> None:
+        pass
+
+
+class Counter:
+    """An object of the driver with state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": bytes(range(256)) * 2**13}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_state_of_the_driver_travels_once(simulated_ray: SimulatedRay, tmp_path: Path) -> None:
+    """With a checkpoint of 64 ranks: the bytes of one state, and at most 2 KiB for each rank."""
+    size, state = 64, Counter().state_dict()
+    ranks = [WorkingRank(rank, size, simulated_ray) for rank in range(size)]
+    engines = [SavingEngine() for _ in ranks]
+    for rank, engine in zip(ranks, engines, strict=True):
+        rank.objects.by_name["engine"] = engine
+    with simulated(ranks) as workers:
+        group = WorkerGroup(config(f"fsdp:d{size}"), workers)
+        group._calls.take_rank_layouts([RankLayout(rank, True, None) for rank in range(size)])
+        group.save(SaveLoadMeta(tmp_path / "other", weight_format="dcp"))  # checks the folder
+        before = simulated_ray.stored + simulated_ray.sent
+        group.save(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": Counter()}))
+        sent = simulated_ray.stored + simulated_ray.sent - before
+    assert sent <= len(cloudpickle.dumps(state)) + size * 2048
+    assert all(engine.saved[1].stateful["counter"].state_dict() == state for engine in engines)
+    assert len(state["counts"]) > watch.INLINE_BYTES
