@@ -35,6 +35,17 @@ class PolicyConfig(RunConfig):
         ge=0,
         description="Maximum number of updates between the weights that begin an answer and those trained on it.",
     )
+    in_order: bool = Field(
+        default=True,
+        description="Train on groups in the order in which they begin; False: on those that are complete, short answers first.",
+    )
+    oversample: int = Field(
+        default=0, ge=0, description="Groups that are generated in addition, with `in_order = false`, over all ranks."
+    )
+    partial_answers: bool = Field(
+        default=False,
+        description="With `in_order = false`: train on the newer tokens of answers beyond `max_staleness`, which are cancelled otherwise.",
+    )
     max_failed_share: float | None = Field(
         default=0.1, ge=0, le=1, description="Fraction of the episodes of a batch that may fail; None for no limit."
     )
@@ -112,6 +123,9 @@ class PolicyConfig(RunConfig):
             groups=self.groups,
             group_size=self.group_size,
             max_staleness=self.max_staleness,
+            in_order=self.in_order,
+            oversample=self.oversample,
+            partial_answers=self.partial_answers,
             max_failed_share=self.max_failed_share,
             episode_seconds=self.episode_seconds,
             seed=self.seed,

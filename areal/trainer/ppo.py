@@ -216,6 +216,7 @@ class PPOTrainer:
             mask_truncated=self.updates.mask_truncated,
             max_failed_share=self.runner.plan.max_failed_share,
             max_staleness=self.runner.plan.max_staleness,
+            skip_stale=self.runner.plan.partial_answers,
             temperature=self.engine.config.temperature,
         )
         scalars = report.reduce(self.engine.global_sum, self._exchange.gather)

@@ -16,6 +16,7 @@ import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollouts.chat
 import areal.tests.mutants.bugs.rollouts.episodes
 import areal.tests.mutants.bugs.rollouts.gateway
+import areal.tests.mutants.bugs.rollouts.order
 import areal.tests.mutants.bugs.rollouts.recipes
 import areal.tests.mutants.bugs.rollouts.rewards
 import areal.tests.mutants.bugs.rollouts.rollout

@@ -136,34 +136,23 @@ def _check_places(places: Sequence[tuple[int, int] | None], plays: Sequence[bool
 def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
     """Restore this rank's runner from the result of :meth:`RolloutExchange.runner_state`.
 
-    On another number of ranks that run episodes, groups not trained on yet are assigned to the ranks that own their index now. That is
-    impossible if groups were replaced, because indices then differ between ranks.
+    On another number of ranks that run episodes, groups not trained on yet are assigned to the ranks that own their index now.
 
     Args:
         runner: runner of this rank.
         states: one state per rank that ran episodes in the run that saved them.
 
     Raises:
-        ValueError: groups were replaced, and the number of ranks that run episodes differs; or the run has another order of groups.
+        ValueError: the run has another order of groups.
     """
     for state in states:
         runner.check_state(state)
-    same = len(states) == runner.size
-    if not same and any(state["rejected"] for state in states):
-        raise ValueError(
-            f"the run was saved with {len(states)} ranks that run episodes, which had replaced groups that were not kept, and this one has "
-            f"{runner.size}: go on with {len(states)} ranks"
-        )
     if not runner.plays:
         runner.load_state_dict(Runner.NOTHING_PLAYED | {"trained": states[0]["trained"]})
-        return
-    # The same number of ranks: every rank continues with its state.
-    if same:
-        runner.load_state_dict(states[runner.rank])
-        return
-    # Otherwise, by index in the run: every rank takes the groups that it would have run.
-    played = {group["index"]: group for state in states for group in state["waiting"]}
-    runner.load_state_dict(runner.resharded_state(states[0]["trained"], played))
+    elif len(states) == runner.size:
+        runner.load_state_dict(dict(states[runner.rank]))
+    else:
+        runner.load_state_dict(runner.resharded_state(states))
 
 
 def gather(value: Any) -> list[Any]:

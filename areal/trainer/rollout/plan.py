@@ -35,6 +35,8 @@ class Group:
         error: kind and text of the first exception, or ``None``.
         traceback: traceback of the first exception, with the files and lines of the user's functions, or ``None``.
         rejected: mean reward of each group that ``keep`` rejected between the previous group and this one.
+        cancelled: number of groups that were given up with this batch, because a later one may not have them. The first group of a batch on
+            each rank counts them.
         position: position in the global batch, from 0. Set when the batch is complete.
     """
 
@@ -44,6 +46,7 @@ class Group:
     error: str | None = None
     traceback: str | None = None
     rejected: tuple[float, ...] = ()
+    cancelled: int = 0
     position: int = 0
 
     def state(self) -> dict[str, Any]:
@@ -71,6 +74,11 @@ class Plan:
         groups: items per batch, over all ranks.
         group_size: episodes per item.
         max_staleness: maximum number of versions between the weights with which a group begins and the weights that train on it.
+        in_order: True: train on groups in the order in which they begin. False: on those that are complete, so that a long answer holds up no
+            batch; short answers come first then.
+        oversample: groups that run in addition to those that the batches within the bound need, over all ranks. Needs ``in_order=False``.
+        partial_answers: True: a group that takes longer than the bound goes on, and is trained on without tokens that are older. False: it is
+            cancelled. Needs ``in_order=False``.
         max_concurrent: maximum number of concurrent episodes on this rank.
         max_rejected: maximum number of groups that ``keep`` may reject for each group of a batch, counted on this rank over the batches that
             are being played; more are an error. ``None`` for no limit.
@@ -81,12 +89,15 @@ class Plan:
         shuffle: draw a new order of the items in each epoch.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or an option has no effect.
     """
 
     groups: int
     group_size: int = 1
     max_staleness: int = 0
+    in_order: bool = True
+    oversample: int = 0
+    partial_answers: bool = False
     max_concurrent: int = 256
     max_rejected: int | None = 100
     max_failed_share: float | None = 0.1
@@ -104,9 +115,21 @@ class Plan:
                 f"Plan.max_failed_share = {self.max_failed_share}: it must be in [0, 1], or None for no limit"
             )
         # Every integer field with its smallest value.
-        for name, least in (("groups", 1), ("group_size", 1), ("max_staleness", 0), ("max_concurrent", 1)):
+        for name, least in (
+            ("groups", 1),
+            ("group_size", 1),
+            ("max_staleness", 0),
+            ("oversample", 0),
+            ("max_concurrent", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"Plan.{name} = {getattr(self, name)}: it must be at least {least}")
+
+        for name in ("oversample", "partial_answers"):
+            if self.in_order and getattr(self, name):
+                raise ValueError(
+                    f"Plan.{name} = {getattr(self, name)} with in_order = True, where a batch waits for its groups: set in_order to False"
+                )
 
     def item_of(self, index: int, n_items: int) -> int:
         """Return the index of a group's item: the data set is iterated epoch after epoch, each in another order.

@@ -14,6 +14,7 @@ from torch import Tensor
 from areal.trainer.losses import kl_k1, kl_k3
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.sampling_check import SamplingItems
+from areal.trainer.rollout.sequence import Sequence as RolloutSequence
 
 _SUMS = (
     "sequences",
@@ -27,10 +28,13 @@ _SUMS = (
     "tokens",
     "staleness",
     "too_stale",
+    "stale_tokens",
+    "stale_sequences",
     "groups",
     "flat_groups",
     "groups_rejected",
     "rejected_reward",
+    "groups_cancelled",
 )
 
 
@@ -44,7 +48,8 @@ class RolloutReport:
         skip_flat: leave out groups whose rewards are all equal.
         mask_truncated: do not train on truncated answers.
         max_failed_share: fraction of the episodes that may have failed, over all ranks; ``None`` for no limit.
-        max_staleness: number of updates since the oldest token of a sequence was generated; ``None`` for no limit.
+        max_staleness: number of updates since the oldest trained token of a sequence was generated; ``None`` for no limit.
+        skip_stale: leave out the tokens that are older than ``max_staleness``, instead of refusing their sequences.
         temperature: of answers whose sampling parameters are unknown.
 
     Attributes:
@@ -64,6 +69,7 @@ class RolloutReport:
         mask_truncated: bool = False,
         max_failed_share: float | None = None,
         max_staleness: int | None = None,
+        skip_stale: bool = False,
         temperature: float = 1.0,
     ) -> None:
         self.samples: list[dict[str, Tensor]] = []
@@ -71,6 +77,8 @@ class RolloutReport:
         # One error is enough for a message; the counts are reduced over ranks.
         self.error = next((group.traceback or group.error for group in groups if group.error is not None), None)
         self._max_failed_share, self._max_staleness, self._version = max_failed_share, max_staleness, version
+        # Tokens of earlier versions are left out.
+        self._oldest = version - max_staleness if skip_stale and max_staleness is not None else None
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._stats: dict[str, tuple[float, int]] = {}
         self.samplings: set[SamplingItems] = set()
@@ -81,7 +89,7 @@ class RolloutReport:
             episodes = [object() if each.episode is None else each.episode for each in group.sequences]
             self._add(groups=1, failed=group.failed, played=group.failed + len(set(episodes)), flat_groups=flat)
             known = [reward for reward in group.rejected if not math.isnan(reward)]
-            self._add(groups_rejected=len(group.rejected), rejected_reward=sum(known))
+            self._add(groups_rejected=len(group.rejected), rejected_reward=sum(known), groups_cancelled=group.cancelled)
             rewards: defaultdict[object, list[float]] = defaultdict(list)
             for sequence, episode in zip(group.sequences, episodes, strict=True):
                 # An episode's statistics count even if its sequence is not trained on.
@@ -89,11 +97,11 @@ class RolloutReport:
                     total, count = self._stats.get(name, (0.0, 0))
                     self._stats[name] = (total + value, count + 1)
                 # All samples of a batch have the same keys.
-                sample = {"temperature": torch.tensor(float(temperature))} | sequence.sample()
+                sample = {"temperature": torch.tensor(float(temperature))} | sequence.sample(self._oldest)
                 overlong = max_tokens is not None and len(sample["input_ids"]) > max_tokens
                 # A flat group is reported, whether it is trained on or not.
                 if not (flat and skip_flat):
-                    if overlong or (mask_truncated and sequence.truncated):
+                    if overlong or (mask_truncated and sequence.truncated) or not sample["output_mask"].any():
                         self.untrained.append(sample | {"untrained": torch.tensor(True)})
                     else:
                         self.samples.append(sample)
@@ -103,18 +111,25 @@ class RolloutReport:
                 if overlong:
                     self._add(overlong=1)
                     continue
-                staleness = version - sequence.oldest_version(version)
-                self._add(
-                    sequences=1,
-                    truncated=sequence.truncated,
-                    tokens=sequence.trained_tokens,
-                    staleness=staleness,
-                    too_stale=max_staleness is not None and staleness > max_staleness,
-                )
+                self._add_sequence(sequence, sample)
                 rewards[episode].append(sequence.reward)
             # An episode counts once, as in the baseline of its group.
             for reward in map(fmean, rewards.values()):
                 self._add(episodes=1, reward=reward, reward_squared=reward**2)
+
+    def _add_sequence(self, sequence: RolloutSequence, sample: Mapping[str, Tensor]) -> None:
+        """Add a sequence to the sums."""
+        staleness = self._version - sequence.oldest_version(self._version, self._oldest)
+        trained = int(sample["output_mask"].count_nonzero())
+        self._add(
+            sequences=1,
+            truncated=sequence.truncated,
+            tokens=sequence.trained_tokens,
+            staleness=staleness,
+            too_stale=self._max_staleness is not None and staleness > self._max_staleness,
+            stale_tokens=sequence.trained_tokens - trained,
+            stale_sequences=not trained,
+        )
 
     def _add(self, **numbers: float) -> None:
         """Add numbers to the sums of the same names."""
@@ -130,9 +145,11 @@ class RolloutReport:
 
         - ``reward``, ``reward_std``: mean and standard deviation over episodes. The reward of an episode is the mean of its sequences.
         - ``tokens``: mean number of sampled tokens of a sequence.
-        - ``staleness``: mean number of updates since the oldest token of a sequence was generated.
+        - ``staleness``: mean number of updates since the oldest trained token of a sequence was generated.
+        - ``stale_tokens``: with ``skip_stale``, fraction of the sampled tokens that are too old to train on.
         - ``truncated``, ``flat_groups``: fractions of sequences and groups.
-        - ``sequences``, ``failed`` (episodes), ``overlong``, ``groups_rejected`` (by ``keep``): counts.
+        - ``sequences``, ``failed`` (episodes), ``overlong``, ``groups_rejected`` (by ``keep``), ``groups_cancelled`` (beyond the bound):
+          counts.
         - ``rejected_reward``: mean reward of the rejected groups, if there are any. All other numbers are without these groups.
         - each name in ``Sequence.stats``: mean over the sequences that have it.
 
@@ -162,20 +179,23 @@ class RolloutReport:
         reward = total["reward"] / episodes
         rejected = total["groups_rejected"]
         of_rejected = {"rollout/rejected_reward": total["rejected_reward"] / rejected} if rejected else {}
+        stale = {} if self._oldest is None else {"rollout/stale_tokens": total["stale_tokens"] / total["tokens"]}
         return (
             self._mean_stats(gather)
             | of_rejected
+            | stale
             | {
                 "rollout/reward": reward,
                 "rollout/reward_std": max(0.0, total["reward_squared"] / episodes - reward**2) ** 0.5,
                 "rollout/tokens": total["tokens"] / n,
-                "rollout/staleness": total["staleness"] / n,
+                "rollout/staleness": total["staleness"] / max(1.0, n - total["stale_sequences"]),
                 "rollout/truncated": total["truncated"] / n,
                 "rollout/flat_groups": total["flat_groups"] / max(1.0, total["groups"]),
                 "rollout/sequences": n,
                 "rollout/failed": total["failed"],
                 "rollout/overlong": total["overlong"],
                 "rollout/groups_rejected": total["groups_rejected"],
+                "rollout/groups_cancelled": total["groups_cancelled"],
             }
         )
 

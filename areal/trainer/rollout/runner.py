@@ -1,14 +1,13 @@
 """Runs episodes while the trainer trains, with bounded staleness.
 
-Groups are numbered in the order in which they start, and consumed in that order. With ``B`` groups per batch, a maximum staleness of ``k``
-and ``t`` batches trained on, group ``j`` may start once ``j < (t + k + 1) * B``. Batch ``b`` consists of groups ``b * B`` to
-``(b + 1) * B - 1`` and is trained on when ``t = b``. Therefore no group is trained on more than ``k`` updates after its start, regardless of
-speeds. With ``k = 0`` a run is reproducible.
+:mod:`areal.trainer.rollout.order` decides which groups begin, and of which a batch consists. No token is trained on more than
+``Plan.max_staleness`` updates after it was sampled, regardless of speeds. With 0 a run is reproducible.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections.abc
 import contextlib
 import logging
 import math
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from areal.inference.protocol import RolloutClient
 from areal.trainer.rollout.episodes import Episode
+from areal.trainer.rollout.order import NOTHING_PLAYED, Share, order_of, resharded
 from areal.trainer.rollout.plan import Group, Items, Keep, Plan
 from areal.trainer.rollout.seeded import SeededClient
 from areal.trainer.rollout.sequence import Sequence
@@ -61,7 +61,7 @@ class Runner:
         ValueError: ``items`` is empty, or ``rank`` is not one of ``size``.
     """
 
-    NOTHING_PLAYED: ClassVar[dict[str, Any]] = {"trained": 0, "consumed": 0, "rejected": 0, "waiting": []}
+    NOTHING_PLAYED: ClassVar[dict[str, Any]] = NOTHING_PLAYED
     """State of a run before its first batch."""
 
     def __init__(
@@ -84,18 +84,12 @@ class Runner:
         if rank is not None or size is not None:
             self.set_place(rank, size)
         self._trained = 0
-        # Numbers below count this rank's groups, from 0. The group's index in the run is _index(number).
-        self._next = 0  # the next group to start
-        self._consumed = 0  # groups returned by next_batch, and groups replaced before them
-        self._rejected = 0  # groups replaced since the run began
-        self._running = 0
-        self._finished: dict[int, Group | float] = {}  # by number; the mean reward of a group that was replaced
+        self._order = order_of(plan)
         # Guards everything above, and is notified when a group ends or the runner closes.
         self._changed = threading.Condition()
         # Episodes run as tasks on an event loop in a thread of this runner.
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._draining = False
+        self._tasks: dict[asyncio.Task[None], int] = {}  # with the numbers of their groups
         self._waits = True  # for advance, after which weights of the state are in use
         self._life = 0  # number of states that were loaded
         self._closed = False
@@ -138,7 +132,11 @@ class Runner:
     @property
     def per_batch(self) -> int:
         """Number of groups that this rank runs for each batch."""
-        return len(range(self.rank, self.plan.groups, self.size)) if self.plays else 0
+        return self._share().per_batch if self.plays else 0
+
+    def _share(self) -> Share:
+        """Return which groups this rank plays."""
+        return Share(self.rank, self.size, self.plan.groups)
 
     # ---- called by the trainer's thread
 
@@ -163,41 +161,24 @@ class Runner:
             TimeoutError: the groups are not complete after ``timeout`` seconds.
             RuntimeError: the runner is closed, an item or ``keep`` raised, or ``keep`` rejected too many groups.
         """
+        share = self._share()
+
+        def is_over() -> bool:
+            return self._order.select(share) is not None or self._fault is not None or self._closed
+
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ready() is not None or self._fault or self._closed, timeout):
-                raise TimeoutError(f"no batch after {timeout} s: {self._running} groups are being played")
+            if self.plays and not self._changed.wait_for(is_over, timeout):
+                raise TimeoutError(f"no batch after {timeout} s: {len(self._order.running)} groups are being played")
             if self._fault is not None:
                 raise RuntimeError(f"a group could not be played: {self._fault}") from self._fault
-            numbers = self._ready()
-            if numbers is None or self._closed:
+            taken = (self._order.take(share) if self.plays else ([], [])) if not self._closed else None
+            if taken is None:
                 raise RuntimeError("the runner is closed")
-            # Replaced groups leave with the batch that they were meant for, and are counted in the group after them.
-            groups: list[Group] = []
-            rejected: list[float] = []
-            for number in numbers:
-                played = self._finished.pop(number)
-                if isinstance(played, Group):
-                    # Not from the index: replacements have indices of later batches.
-                    position = len(groups) * self.size + self.rank
-                    groups.append(replace(played, rejected=tuple(rejected), position=position))
-                    rejected = []
-                else:
-                    rejected.append(played)
-            self._consumed = numbers[-1] + 1 if numbers else self._consumed
-        return groups
-
-    def _ready(self) -> list[int] | None:
-        """Return the numbers of the groups that the next batch consumes, including replaced ones; ``None`` if it is not complete."""
-        # Groups in order, until enough of them are kept.
-        numbers: list[int] = []
-        kept = 0
-        while kept < self.per_batch:
-            number = self._consumed + len(numbers)
-            if number not in self._finished:
-                return None
-            numbers.append(number)
-            kept += isinstance(self._finished[number], Group)
-        return numbers
+        groups, late = taken
+        if late:
+            self._soon(lambda: self._cancel(frozenset(late)))
+        # Not from the index: replacements have indices of later batches.
+        return [replace(group, position=place * self.size + self.rank) for place, group in enumerate(groups)]
 
     def at_close(self, function: Callable[[], object]) -> None:
         """Call ``function`` when the runner is closed."""
@@ -220,32 +201,18 @@ class Runner:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's runner, including groups not consumed yet. Waits for running groups."""
-        with self._changed:
-            # A running episode cannot be saved: wait without starting others.
-            self._draining = True
-            self._changed.wait_for(lambda: self._running == 0)
-            waiting = [self._finished[number] for number in sorted(self._finished)]
-            counts = {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected}
-            self._draining = False
-        self._soon(self._start_allowed)
-        order = {"order": self.plan.order(len(self._items))} if self.plays else {}  # others may not know the items
-        return counts | order | {"waiting": [group.state() if isinstance(group, Group) else group for group in waiting]}
-
-    def resharded_state(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        """Return this rank's state for a run that was saved on another number of ranks and has replaced no group.
-
-        Args:
-            trained: number of batches trained on.
-            played: states of the groups not consumed yet, by index in the run. Groups after a missing index are run again.
+        """Return the state of this rank's runner, including groups not consumed yet. Does not wait for groups that are being played: a run that
+        goes on from the state plays them again, with the same seeds.
         """
-        # Groups are consumed in order: stop at the first that is missing.
-        consumed = number = trained * self.per_batch
-        waiting = []
-        while self.per_batch and self._index(number) in played:
-            waiting.append(played[self._index(number)])
-            number += 1
-        return {"trained": trained, "consumed": consumed, "rejected": 0, "waiting": waiting}
+        with self._changed:
+            state = {"trained": self._trained} | self._order.state()
+        order = {"order": self.plan.order(len(self._items))} if self.plays else {}  # others may not know the items
+        waiting = [group.state() if isinstance(group, Group) else group for group in state["waiting"]]
+        return state | order | {"waiting": waiting}
+
+    def resharded_state(self, states: collections.abc.Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return this rank's state for a run that was saved on another number of ranks, from the states of all of them."""
+        return resharded(states, self._share())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ``ValueError`` if a state of :meth:`state_dict` is of a run with another order of groups; see :meth:`Plan.check_order`."""
@@ -258,15 +225,9 @@ class Runner:
         Episodes that are running are cancelled, and groups that are not in the state are discarded.
         """
         with self._changed:
-            self._life, self._waits, self._running, self._fault = self._life + 1, True, 0, None
-            self._trained, self._consumed, self._rejected = state["trained"], state["consumed"], state["rejected"]
-            # Earlier releases saved None for a replaced group.
-            waiting = [
-                Group.of_state(group) if isinstance(group, dict) else math.nan if group is None else group
-                for group in state["waiting"]
-            ]
-            self._finished = dict(enumerate(waiting, start=self._consumed))
-            self._next = self._consumed + len(waiting)
+            self._life, self._waits, self._fault = self._life + 1, True, None
+            self._trained = state["trained"]
+            self._order.load(state)
         # Before any that advance starts: the event loop runs its callbacks in order.
         self._soon(lambda: [task.cancel() for task in self._tasks])
 
@@ -298,36 +259,38 @@ class Runner:
     def _start_allowed(self) -> None:
         """Start the groups that staleness and concurrency allow."""
         with self._changed:
-            # Each replaced group allows one more, so that a batch is always filled.
-            allowed = (self._trained + self.plan.max_staleness + 1) * self.per_batch + self._rejected
             room = max(1, self.plan.max_concurrent // self.plan.group_size)
-            stopped = self._waits or self._draining or self._closed or self._fault is not None
-            while not stopped and self._next < allowed and self._running < room:
-                task = self._loop.create_task(self._play(self._next, self._life))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-                self._next += 1
-                self._running += 1
+            share = self._share()
+            while not (self._waits or self._closed or self._fault) and len(self._order.running) < room:
+                number = self._order.begin(self._trained, share)
+                if number is None:
+                    return
+                task = self._loop.create_task(self._play(number, self._life))
+                self._tasks[task] = number
+                task.add_done_callback(self._tasks.pop)
+
+    def _cancel(self, numbers: frozenset[int]) -> None:
+        """Cancel groups that may not be trained on any more, and start others."""
+        for task, number in self._tasks.items():
+            if number in numbers:
+                task.cancel()
+        self._start_allowed()
 
     async def _play(self, number: int, life: int) -> None:
-        """Run one group of this rank, and record it as finished, replaced or failed, unless another state was loaded meanwhile."""
+        """Run one group of this rank, and record it as finished, replaced or failed, unless another state was loaded or it was cancelled."""
         played: Group | float = math.nan
         fault: Exception | None = None
         try:
             await asyncio.shield(self._entering)
-            played = group = await self._play_group(self._index(number))
+            played = group = await self._play_group(self._share().index(number))
             if group.sequences and self._keep is not None and not self._keep(list(group.sequences)):
                 played = sum(sequence.reward for sequence in group.sequences) / len(group.sequences)
         except Exception as error:
             fault = error  # of an item or of `keep`: next_batch raises it
         with self._changed:
-            if life != self._life:
+            if life != self._life or not self._order.end(number, played):
                 return
-            self._finished[number] = played
-            self._rejected += not isinstance(played, Group)
-            rejected = sum(not isinstance(played, Group) for played in self._finished.values())
-            self._fault = self._fault or fault or self.plan.too_many_rejected(rejected, self.per_batch)
-            self._running -= 1
+            self._fault = self._fault or fault or self.plan.too_many_rejected(self._order.rejected, self.per_batch)
             self._changed.notify_all()
         self._log_lost(played)
         self._start_allowed()
@@ -344,11 +307,6 @@ class Runner:
             self._logged[lost] = now
             cause = "" if isinstance(played, float) else f"; the last with {played.error}"
             logger.warning("rank %d: %d %s so far%s", self.rank, self._lost[lost], lost, cause)
-
-    def _index(self, number: int) -> int:
-        """Return the index in the run of this rank's group ``number``."""
-        batch, position = divmod(number, self.per_batch)
-        return batch * self.plan.groups + position * self.size + self.rank
 
     async def _play_group(self, index: int) -> Group:
         """Run all episodes of one item concurrently."""

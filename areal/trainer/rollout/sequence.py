@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,7 @@ class Sequence:
             truncated=completion.finish_reason == "length",
         )
 
-    def sample(self) -> dict[str, Tensor]:
+    def sample(self, oldest: int | None = None) -> dict[str, Tensor]:
         """Return the sequence as a sample of an engine's batch.
 
         ``input_ids``, ``loss_mask``, ``rollout_logprobs`` and ``versions`` are ``[S]``, position-aligned. ``rewards``, ``group_ids``,
@@ -64,26 +65,46 @@ class Sequence:
         log-probs and entropy to trained tokens. ``temperature`` is that of the answers, if known, so that an engine's log-probs are of the
         distribution that was sampled.
 
+        Args:
+            oldest: version of the oldest tokens to train on; ``None`` for no limit. Tokens without a version are trained on.
+
         Raises:
             ValueError: the answers were sampled at different temperatures.
         """
         episode = {} if self.episode is None else {"episode_ids": torch.tensor(self.episode, dtype=torch.int64)}
         return {
             **episode,
-            **where_trained(from_segments(self.segments)),
+            **where_trained(from_segments(self.segments if oldest is None else self._segments_since(oldest))),
             "rewards": torch.tensor(self.reward, dtype=torch.float32),
             "group_ids": torch.tensor(self.group, dtype=torch.int64),
             "truncated": torch.tensor(self.truncated),
         }
 
-    def oldest_version(self, default: int) -> int:
-        """Return the smallest version of its sampled tokens, or ``default`` if none has a version."""
-        oldest = [
-            int(versions.min())
-            for segment in self.segments
-            if segment.trainable and len(versions := torch.as_tensor(segment.values.get("versions", ())))
-        ]
-        return min(oldest, default=default)
+    def oldest_version(self, default: int, oldest: int | None = None) -> int:
+        """Return the smallest version of its sampled tokens, of those that are not below ``oldest``, or ``default`` if none has a version."""
+        versions = [torch.as_tensor(each.values.get("versions", ())) for each in self.segments if each.trainable]
+        known = [each if oldest is None else each[each >= oldest] for each in versions]
+        return min((int(each.min()) for each in known if len(each)), default=default)
+
+    def _segments_since(self, oldest: int) -> list[Segment]:
+        """Return the segments, cut such that sampled tokens of versions below ``oldest`` are not trainable."""
+        segments = []
+        for segment in self.segments:
+            new = torch.as_tensor(segment.values.get("versions", ())) >= oldest
+            if not segment.trainable or not len(new):
+                segments.append(segment)
+                continue
+            edges = [0, *((new[1:] != new[:-1]).nonzero().flatten() + 1).tolist(), len(new)]
+            segments += [
+                Segment(
+                    segment.tokens[begin:end],
+                    bool(new[begin]),
+                    {name: value[begin:end] for name, value in segment.values.items()},
+                    segment.sampling,
+                )
+                for begin, end in itertools.pairwise(edges)
+            ]
+        return segments
 
     def state(self) -> dict[str, Any]:
         """Return the sequence as containers, numbers and tensors, for a checkpoint."""

@@ -41,9 +41,9 @@ def test_state_loaded_during_a_run_replaces_running_episodes(staleness: int) -> 
         for trained in range(1, 5):
             runner.advance(trained)
             rest.append(tokens(runner.next_batch(timeout=20)))
-        # Groups that may be played ahead have begun: a state waits for those, and starts none.
-        played = (4 + staleness) * plan.groups - len(state["waiting"])
-        wait_for_requests(client, asked + played * plan.group_size)
+        # Groups that may be played ahead end, and no others begin.
+        wait_until(lambda: len(runner.state_dict()["waiting"]) >= plan.groups * staleness, "groups wait")
+        time.sleep(0.1)
         left = runner.state_dict()
     assert rest == batches(5, plan)[1:]
     assert len(left["waiting"]) == plan.groups * staleness

@@ -113,10 +113,11 @@ def owner_sends_all_groups(right: Function) -> Function:
 def waiting_groups_lost_by_a_new_owner(right: Function) -> Function:
     """A run that resumes with another number of ranks that generate skips the groups that wait."""
 
-    def wrong(self: Any, trained: int, played: Any) -> Any:
-        state = right(self, trained, played)
-        lost = len(state["waiting"])
-        return state | {"consumed": state["consumed"] + lost, "rejected": lost, "waiting": []}
+    def wrong(self: Any, states: Any) -> Any:
+        state = right(self, states)
+        done = {*state["ahead"], *state["numbers"]}
+        lost = {"waiting": [], "numbers": [], "begun": []}
+        return state | lost | {"ahead": sorted(done), "rejected": state["rejected"] + len(state["numbers"])}
 
     return wrong
 
