@@ -282,7 +282,10 @@ class TrainEngineConfig(StrictConfig):
         gt=0,
         description="Divisor of the logits in every verb; a per-sequence key `temperature` of the batch overrides it.",
     )
-    fp32_head: bool = Field(default=False, description="Multiply by the head's weight in float32 for every `dtype`.")
+    fp32_head: bool = Field(
+        default=False,
+        description="Keep gradients of logits in float32 where the head multiplies 16-bit operands: on a GPU.",
+    )
     kept_logits_mb: int | None = Field(
         default=None,
         ge=0,

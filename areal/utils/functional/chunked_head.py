@@ -1,25 +1,36 @@
 """A language-model head that computes logits for one chunk of tokens at a time.
 
-The forward keeps per-token results (log-sum-exp, entropy, ids of the most likely tokens), and the logits of as many chunks
-as fit into a memory bound. The backward recomputes the logits of the other chunks, and turns the logits of each chunk into
-gradients. With ``p = softmax(z)``, its entropy ``H`` and a chosen token ``y``:
+The forward keeps per-token results (entropy, ids of the most likely tokens), and the logits of as many chunks as fit into a
+memory bound. The backward recomputes the logits of the other chunks, and turns the logits of each chunk into gradients. With
+``p = softmax(z)``, its entropy ``H`` and a chosen token ``y``:
 
     d log p_y / d z_j = [j = y] - p_j
     d H       / d z_j = -p_j (log p_j + H)
 
-A chunk costs three matrix products with kept logits, and four with recomputed ones.
+A pass is an operation that reads or writes all logits of a chunk, matrix products included. The passes of log-probs alone:
+
+    forward   product, log_softmax
+    backward  [product,] softmax, scale, product (hidden states), product (weight)
+
+These are two and four, and five with recomputed logits. More are needed by a softcap (two forward, two backward), the entropy
+(three and three), top-k (three forward), a sharded vocabulary (two forward), an update of the weight (one forward, two
+backward), the gradient of a bias (one), and a temperature per token with a bias or 16-bit operands (one forward). Logits are
+never rounded to 16 bits. Where operands of 16 bits are multiplied (see :mod:`areal.utils.functional.product`), the gradient
+of the logits is rounded once; sums of gradients are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from areal.api import IGNORE_INDEX
+from areal.utils.functional.product import add_product, operand_dtype, product
 from areal.utils.functional.vocab_parallel import VocabShard
 
 
@@ -31,7 +42,7 @@ class HeadSpec:
         temperature: number, or ``[T]``.
         logit_scale: factor of the model on its logits.
         softcap: bound of the model on its logits, or ``None``.
-        fp32: whether to multiply in float32 (or wider).
+        fp32: whether not to round any operand of a product, gradients included.
         entropy: whether to compute the entropy.
         topk: number of most likely tokens to return; 0 for none.
         chunk_size: number of tokens whose logits exist at a time.
@@ -49,11 +60,31 @@ class HeadSpec:
     keep_bytes: int
     shard: VocabShard
 
-    def dtypes(self, hidden: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtype of the matrix products, and of logits and everything computed from them (float32 or float64)."""
-        compute = torch.promote_types(hidden.dtype, weight.dtype)
-        stats = torch.promote_types(compute, torch.float32)
-        return (stats if self.fp32 else compute), stats
+    def dtypes(self, hidden: Tensor, weight: Tensor) -> HeadDtypes:
+        """Return the dtypes of the head's products and statistics."""
+        return head_dtypes(hidden, weight, fp32=self.fp32)
+
+
+class HeadDtypes(NamedTuple):
+    """Dtypes of a head.
+
+    Attributes:
+        inputs: of hidden states and weight where they are multiplied. Both are exact in it.
+        results: of computed operands of a product: projections of an update, gradients of logits. Rounds unless it is ``stats``.
+        stats: of logits and everything computed from them: float32 or float64.
+    """
+
+    inputs: torch.dtype
+    results: torch.dtype
+    stats: torch.dtype
+
+
+def head_dtypes(hidden: Tensor, weight: Tensor, *, fp32: bool) -> HeadDtypes:
+    """Return the dtypes of a head with these inputs. ``fp32``: round no operand of a product."""
+    compute = torch.promote_types(hidden.dtype, weight.dtype)
+    stats = torch.promote_types(compute, torch.float32)
+    inputs = operand_dtype(compute, stats, hidden.device)
+    return HeadDtypes(inputs, stats if fp32 else inputs, stats)
 
 
 class _Chunks:
@@ -76,12 +107,12 @@ class _Chunks:
         spec: HeadSpec,
         kept: Sequence[Tensor] = (),
     ) -> None:
-        self.matmul_dtype, self.stats_dtype = spec.dtypes(hidden, weight)
+        self.dtypes = spec.dtypes(hidden, weight)
         self.hidden = hidden
-        self.weight = weight.to(self.matmul_dtype)
-        self.bias = None if bias is None else bias.to(self.matmul_dtype)
-        self.low = None if low is None else low.to(self.matmul_dtype)
-        self.up = None if up is None else up.to(self.matmul_dtype)
+        self.weight = weight.to(self.dtypes.inputs)
+        self.bias = None if bias is None else bias.to(self.dtypes.stats)
+        self.low = None if low is None else low.to(self.dtypes.results)
+        self.up = None if up is None else up.to(self.dtypes.results)
         self.spec = spec
         self.kept = list(kept)
         self._buffers: dict[str, Tensor] = {}
@@ -90,19 +121,22 @@ class _Chunks:
         tokens, size = self.hidden.shape[0], self.spec.chunk_size
         return (slice(i, min(i + size, tokens)) for i in range(0, tokens, size))
 
-    def buffer(self, name: str, rows: slice) -> Tensor:
-        """Return a buffer ``[rows, V]`` to write into."""
+    @cached_property
+    def gradient_weight(self) -> Tensor:
+        """Weight ``[V, H]`` for the product with gradients of logits."""
+        return self.weight.to(self.dtypes.results)
+
+    def buffer(self, name: str, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a buffer ``[rows, V]`` to write into, by default in the dtype of the statistics."""
         # Reused: on a CPU, a page fault for new memory costs more than writing it.
         if name not in self._buffers:
             size = min(self.spec.chunk_size, self.hidden.shape[0])
-            self._buffers[name] = self.hidden.new_empty(size, self.weight.shape[0], dtype=self.stats_dtype)
+            dtype = dtype or self.dtypes.stats
+            self._buffers[name] = self.hidden.new_empty(size, self.weight.shape[0], dtype=dtype)
         return self._buffers[name][: rows.stop - rows.start]
 
-    def hidden_of(self, rows: slice) -> Tensor:
-        return self.hidden[rows].to(self.matmul_dtype)
-
     def per_token(self, value: float | Tensor, rows: slice) -> float | Tensor:
-        return value[rows].to(self.stats_dtype).unsqueeze(1) if isinstance(value, Tensor) else value
+        return value[rows].to(self.dtypes.stats).unsqueeze(1) if isinstance(value, Tensor) else value
 
     def factor(self, rows: slice) -> float | Tensor:
         """Return the derivative of a logit by the product of hidden state and weight, without softcap: number or ``[rows, 1]``."""
@@ -123,30 +157,30 @@ class _Chunks:
 
     def _write(self, rows: slice, z: Tensor) -> Tensor:
         """Write logits after scale, softcap and temperature to ``z``."""
-        # The product goes directly into the buffer, unless its dtype is narrower.
-        h, w = self.hidden_of(rows), self.weight.t()
-        out = z if self.matmul_dtype == self.stats_dtype else None
-        product = torch.mm(h, w, out=out) if self.bias is None else torch.addmm(self.bias, h, w, out=out)
-        if out is None:
-            z.copy_(product)
-        if self.low is not None and self.up is not None:
-            _add_product(z, self.low[rows], self.up.t())
+        # A number is a factor of the product itself. Factors per token scale the hidden states if these are not rounded.
+        cap, factor = self.spec.softcap, self.factor(rows)
+        scale = self.spec.logit_scale / cap if cap is not None else factor
+        hidden, low = self.hidden[rows], None if self.low is None else self.low[rows]
+        per_token = None if isinstance(scale, float) else scale
+        if per_token is not None and self.bias is None and self.dtypes.inputs == self.dtypes.stats:
+            hidden, low = hidden * per_token, None if low is None else low * per_token
+            per_token = None
+        number = scale if isinstance(scale, float) else 1.0
+        product(hidden, self.weight.t(), z.dtype, into=z, bias=self.bias, scale=number)
+        if low is not None and self.up is not None:
+            add_product(z, low if number == 1.0 else low * number, self.up.t())
+        if per_token is not None:
+            z.mul_(per_token)
         # Softcap is followed by the temperature: cap * tanh(scale * x / cap) / temperature.
-        cap = self.spec.softcap
-        if cap is not None:
-            z.mul_(self.spec.logit_scale / cap).tanh_().mul_(cap / self.per_token(self.spec.temperature, rows))
-            return z
-        factor = self.factor(rows)
-        return z if isinstance(factor, float) and factor == 1.0 else z.mul_(factor)
+        return z if cap is None else z.tanh_().mul_(cap / self.per_token(self.spec.temperature, rows))
 
-    def softcap_slope(self, z: Tensor, rows: slice) -> Tensor | None:
-        """Return the derivative of the softcap, ``1 - tanh^2``, at logits ``z`` ``[rows, V]``; ``None`` without a softcap."""
+    def softcap_tanh(self, z: Tensor, rows: slice) -> Tensor | None:
+        """Return the tanh of the softcap at logits ``z`` ``[rows, V]``; ``None`` without a softcap."""
         cap = self.spec.softcap
         if cap is None:
             return None
         # z = cap * tanh(...) / temperature, hence tanh(...) = z * temperature / cap.
-        slope = torch.mul(z, self.per_token(self.spec.temperature, rows) / cap, out=self.buffer("slope", rows))
-        return slope.square_().neg_().add_(1.0)
+        return torch.mul(z, self.per_token(self.spec.temperature, rows) / cap, out=self.buffer("tanh", rows))
 
 
 @dataclass
@@ -165,28 +199,47 @@ class _Gradients:
     ids: Tensor
     is_local: Tensor
 
-    def to_logits(self, chunks: _Chunks, rows: slice, lse: Tensor, entropy: Tensor | None) -> Tensor:
-        """Return the gradient ``[rows, V]`` of the product of hidden states and weight, for one chunk."""
-        # The softcap's slope must be read from the logits before their buffer is overwritten.
+    def to_logits(self, chunks: _Chunks, rows: slice, log_share: Tensor | None, entropy: Tensor | None) -> Tensor:
+        """Return the gradient ``[rows, V]`` of the product of hidden states and weight, for one chunk.
+
+        ``log_share`` ``[T]`` is the log-probability of this rank's rows of the vocabulary, ``None`` for all of it.
+        """
+        # The tanh must be read from the logits before their buffer is overwritten.
         z = chunks.logits(rows)
-        slope = chunks.softcap_slope(z, rows)
+        tanh = chunks.softcap_tanh(z, rows)
         factor = chunks.factor(rows)
+        share = 1.0 if log_share is None else log_share[rows].exp().unsqueeze(1)
 
         # Each chosen token y contributes g_y ([j = y] - p_j). The sum over y of the second term is -p_j * sum(g).
         picked = self.picked[rows] * factor
-        picked_sum = picked.sum(1, keepdim=True)
-        logp = torch.sub(z, lse[rows].unsqueeze(1), out=chunks.buffer("logits", rows))
+        picked_sum = picked.sum(1, keepdim=True) * share
+        local = picked * self.is_local[rows]
+        out = chunks.buffer("logits", rows)
         if self.entropy is None or entropy is None:
-            grad = logp.exp_().mul_(picked_sum.neg_())
+            p = torch.softmax(z, 1, out=out)
+            if tanh is None and chunks.bias is None and chunks.dtypes.results != chunks.dtypes.stats:
+                return self._rounded(chunks, rows, p, -picked_sum, local)
+            grad = p.mul_(-picked_sum)
         else:
-            # Together with the entropy's gradient g: p_j * (-g log p_j - g H - sum(g_y)).
-            p = torch.exp(logp, out=chunks.buffer("probs", rows))
-            entropy_grad = self.entropy[rows].unsqueeze(1) * factor
-            grad = logp.mul_(-entropy_grad).sub_(entropy_grad * entropy[rows].unsqueeze(1) + picked_sum).mul_(p)
+            # Together with the entropy's gradient g: p_j * (-g log p_j - g H - sum(g_y)). On this rank log p_j is the
+            # result of log_softmax plus log_share.
+            p = torch.softmax(z, 1, out=chunks.buffer("probs", rows))
+            logp = torch.log_softmax(z, 1, out=out)
+            entropy_grad = self.entropy[rows].unsqueeze(1) * factor * share
+            rest = entropy[rows] if log_share is None else entropy[rows] + log_share[rows]
+            grad = logp.mul_(-entropy_grad).sub_(entropy_grad * rest.unsqueeze(1) + picked_sum).mul_(p)
 
         # The first term, on the rank that has the token's column.
-        grad.scatter_add_(1, self.ids[rows], picked * self.is_local[rows])
-        return grad if slope is None else grad.mul_(slope)
+        grad.scatter_add_(1, self.ids[rows], local)
+        return grad if tanh is None else torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=grad)
+
+    def _rounded(self, chunks: _Chunks, rows: slice, p: Tensor, scale: Tensor, local: Tensor) -> Tensor:
+        """Return ``p * scale`` plus ``local`` at the chosen tokens, rounded once. Overwrites ``p``."""
+        dtype, ids = chunks.dtypes.results, self.ids[rows]
+        grad = torch.mul(p, scale, out=chunks.buffer("gradient", rows, dtype))
+        # Sums at the chosen tokens are computed in p, whose other elements are not needed any more.
+        p.scatter_(1, ids, p.gather(1, ids) * scale).scatter_add_(1, ids, local)
+        return grad.scatter_(1, ids, p.gather(1, ids).to(dtype))
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -218,23 +271,22 @@ class ChunkedHead(torch.autograd.Function):
         lse, entropy, picked, best, best_ids = _concatenate(stats, chunks, picked_ids.shape[1])
 
         # 2. Statistics of the full vocabulary: merge the ranks' statistics.
-        lse, full_entropy, picked = spec.shard.merge(
-            lse, entropy if spec.entropy else None, picked.masked_fill(~is_local, 0)
+        lse, log_share, full_entropy, picked = spec.shard.merge(
+            lse, entropy if spec.entropy else None, picked, is_local
         )
 
         # 3. Outputs. A target outside the vocabulary gets NaN: raising here would make the host wait for the device.
         logprobs, topk_logprobs, topk_ids = None, None, None
         if targets is not None:
             unknown = ((targets < 0) | (targets >= spec.shard.total)) & (targets != IGNORE_INDEX)
-            logprobs = (picked - lse.unsqueeze(1)).masked_fill_(targets == IGNORE_INDEX, 0.0)
-            logprobs = logprobs.masked_fill_(unknown, float("nan"))
+            logprobs = picked.masked_fill(targets == IGNORE_INDEX, 0.0).masked_fill_(unknown, float("nan"))
         if spec.topk:
             best, topk_ids = spec.shard.merge_topk(best, best_ids + spec.shard.start)
             topk_logprobs = best - lse.unsqueeze(1)
             ctx.mark_non_differentiable(topk_ids)
 
         # 4. Keep per-token results and, up to the bound, logits.
-        ctx.save_for_backward(hidden, weight, bias, low, up, targets, lse, full_entropy, topk_ids, *chunks.kept)
+        ctx.save_for_backward(hidden, weight, bias, low, up, targets, log_share, full_entropy, topk_ids, *chunks.kept)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         return logprobs, full_entropy, topk_logprobs, topk_ids
@@ -248,30 +300,31 @@ class ChunkedHead(torch.autograd.Function):
                 "head_outputs is differentiable once: its backward keeps no graph. Call backward without create_graph=True, "
                 "or differentiate areal.utils.functional.logits twice"
             )
-        hidden, weight, bias, low, up, targets, lse, entropy, topk_ids, *kept = ctx.saved_tensors
+        hidden, weight, bias, low, up, targets, log_share, entropy, topk_ids, *kept = ctx.saved_tensors
         inputs = (hidden, weight, bias, low, up)
         spec: HeadSpec = ctx.spec
         # 1. Bring the gradients of all outputs into one form.
-        output_grads = _output_gradients(spec.shard, (grad_logprobs, targets), (grad_topk, topk_ids), grad_entropy, lse)
         chunks = _Chunks(*inputs, spec, kept)
+        output_grads = _output_gradients(chunks, (grad_logprobs, targets), (grad_topk, topk_ids), grad_entropy)
         # 2. Accumulate over chunks, and ranks, in the dtype of the statistics. The result is rounded once.
+        wide = chunks.dtypes.stats
         grad_hidden, grad_weight, grad_bias, grad_low, grad_up = (
-            torch.zeros_like(x, dtype=chunks.stats_dtype) if wanted else None
+            torch.zeros_like(x, dtype=wide) if wanted else None
             for x, wanted in zip(inputs, ctx.needs_input_grad[:5], strict=True)
         )
         for rows in chunks:
-            grad = output_grads.to_logits(chunks, rows, lse, entropy)
+            grad = output_grads.to_logits(chunks, rows, log_share, entropy)
             if grad_bias is not None:
                 grad_bias.add_(grad.sum(0))
-            grad = grad.to(chunks.matmul_dtype)
+            grad = grad.to(chunks.dtypes.results)
             if grad_hidden is not None:
-                grad_hidden[rows] = torch.mm(grad, chunks.weight)
+                product(grad, chunks.gradient_weight, wide, into=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), chunks.hidden_of(rows))
+                add_product(grad_weight, grad.t(), hidden[rows])
             if grad_low is not None and chunks.up is not None:
-                grad_low[rows] = torch.mm(grad, chunks.up)
+                product(grad, chunks.up, wide, into=grad_low[rows])
             if grad_up is not None and chunks.low is not None:
-                _add_product(grad_up, grad.t(), chunks.low[rows])
+                add_product(grad_up, grad.t(), chunks.low[rows])
         # 3. Every rank of a sharded vocabulary has a summand of the gradients of tensors that are equal on all ranks.
         grad_hidden, grad_low = (None if x is None else spec.shard.sum(x) for x in (grad_hidden, grad_low))
         grads = (grad_hidden, grad_weight, grad_bias, grad_low, grad_up)
@@ -280,28 +333,26 @@ class ChunkedHead(torch.autograd.Function):
 
 
 _Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Per token, over this rank's rows of the vocabulary: log-sum-exp ``[n]``, entropy ``[n]`` (0 if not requested), logits of
-the targets ``[n, K]``, the largest logits ``[n, k]`` and their columns ``[n, k]``."""
+"""Per token, over this rank's rows of the vocabulary: log-sum-exp ``[n]`` (0 if nothing needs it), entropy ``[n]`` (0 if not
+requested), log-probs of the targets ``[n, K]``, the largest logits ``[n, k]`` and their columns ``[n, k]``."""
 
 
 def _statistics(z: Tensor, chunks: _Chunks, rows: slice, local: Tensor) -> _Statistics:
     """Return the statistics of a chunk's logits ``z`` ``[n, V]``."""
     spec = chunks.spec
-    # Read from the logits what is needed of them: their buffer is overwritten below.
-    picked = z.gather(1, local)
+    # Read from the logits what is needed of them: their buffer may be overwritten below.
     best, best_ids = _largest(z, spec.topk) if spec.topk else (z[:, :0].clone(), local[:, :0])
-    # Subtract the maximum, so that exp() cannot overflow.
-    top = z.amax(1, keepdim=True)
-    z = torch.sub(z, top, out=chunks.buffer("logits", rows))
-    if not spec.entropy:
-        log_sum = z.exp_().sum(1).log_()
-        return log_sum + top.squeeze(1), torch.zeros_like(log_sum), picked, best, best_ids
-    # H = log(sum(e^z)) - sum(z e^z) / sum(e^z), for shifted logits z.
-    weights = torch.exp(z, out=chunks.buffer("probs", rows))
-    total = weights.sum(1)
-    log_sum = total.log()
-    entropy = log_sum - weights.mul_(z).sum(1).div_(total)
-    return log_sum + top.squeeze(1), entropy, picked, best, best_ids
+    needs_lse = bool(spec.topk) or spec.shard.group is not None
+    top = z.amax(1) if needs_lse else None
+    # On a CPU, softmax is faster than exp of the log-probs.
+    p = torch.softmax(z, 1, out=chunks.buffer("probs", rows)) if spec.entropy else None
+    # One kernel, which reads a row three times. On a CPU the row is in the cache then.
+    logp = torch.log_softmax(z, 1, out=chunks.buffer("logits", rows))
+    picked = logp.gather(1, local)
+    # The log-sum-exp is z - log p at any token. Both numbers are small at the most likely one.
+    lse = picked.new_zeros(picked.shape[0]) if top is None else top - logp.amax(1)
+    entropy = torch.zeros_like(lse) if p is None else p.mul_(logp).sum(1).neg_()
+    return lse, entropy, picked, best, best_ids
 
 
 def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -319,7 +370,7 @@ def _concatenate(stats: list[_Statistics], chunks: _Chunks, n_targets: int) -> _
     """Concatenate the statistics of all chunks."""
     # Without tokens there are no chunks: return empty tensors of the right shapes.
     if not stats:
-        empty = chunks.hidden.new_empty(0, dtype=chunks.stats_dtype)
+        empty = chunks.hidden.new_empty(0, dtype=chunks.dtypes.stats)
         best = empty.new_empty(0, chunks.spec.topk)
         return empty, empty, empty.new_empty(0, n_targets), best, best.long()
     lse, entropy, picked, best, best_ids = (torch.cat(tensors) for tensors in zip(*stats, strict=True))
@@ -327,26 +378,18 @@ def _concatenate(stats: list[_Statistics], chunks: _Chunks, n_targets: int) -> _
 
 
 def _output_gradients(
-    shard: VocabShard,
+    chunks: _Chunks,
     logprobs: tuple[Tensor | None, Tensor | None],
     topk: tuple[Tensor | None, Tensor | None],
     entropy: Tensor | None,
-    lse: Tensor,
 ) -> _Gradients:
     """Combine the gradients of the outputs. For the backward, the most likely tokens are additional targets."""
     # Start with zero columns, so that cat() works if neither log-probs nor top-k received a gradient.
-    picked, ids = [lse.new_empty(lse.shape[0], 0)], [lse.new_empty(lse.shape[0], 0, dtype=torch.int64)]
+    none = chunks.hidden.new_empty(chunks.hidden.shape[0], 0, dtype=chunks.dtypes.stats)
+    picked, ids = [none], [none.long()]
     for grad, tokens in (logprobs, topk):
         if grad is not None and tokens is not None:
             picked.append(grad.masked_fill(tokens == IGNORE_INDEX, 0.0))
             ids.append(tokens)
-    local, is_local = shard.localize(torch.cat(ids, dim=1))
+    local, is_local = chunks.spec.shard.localize(torch.cat(ids, dim=1))
     return _Gradients(picked=torch.cat(picked, dim=1), entropy=entropy, ids=local, is_local=is_local)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a @ b``, where the product may have a narrower dtype than the total."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(torch.mm(a, b))

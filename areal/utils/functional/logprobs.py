@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api import IGNORE_INDEX, TopKOutput
-from areal.utils.functional.chunked_head import ChunkedHead, HeadSpec
+from areal.utils.functional.chunked_head import ChunkedHead, HeadSpec, head_dtypes
 from areal.utils.functional.head_update import HeadUpdate, check_update
+from areal.utils.functional.product import WideLinear
 from areal.utils.functional.vocab_parallel import GatheredVocab, ReplicatedInput, VocabShard
 
 # Memory for the logits of one chunk. On a CPU they should stay in its caches. On a GPU chunks should be large, because each
@@ -79,7 +80,8 @@ def head_outputs(
         softcap: bound of the model on its logits.
         entropy: whether to return the entropy.
         topk: number of most likely tokens to return, at most the size of the vocabulary.
-        fp32: whether to multiply in float32 if ``hidden`` and ``weight`` are narrower.
+        fp32: whether to keep gradients of logits in float32 where 16-bit operands are multiplied (on CUDA). Logits are
+            never rounded.
         chunk_size: number of tokens whose logits exist at a time. Defaults to 512 MiB of logits (8 MiB on a CPU).
         keep_bytes: memory for logits that are kept for the backward. Defaults to 1 GiB (128 MiB on a CPU).
         group: ranks that the vocabulary is sharded over, in consecutive blocks.
@@ -116,7 +118,7 @@ def head_outputs(
     )
     columns = targets.unsqueeze(1) if targets is not None and targets.ndim == 1 else targets
     with _no_autocast(hidden):  # off in backward, too, which must compute the same logits
-        low = None if update is None else update.project(hidden, spec.dtypes(hidden, weight)[0])
+        low = None if update is None else update.project(hidden, spec.dtypes(hidden, weight).results)
         up = None if update is None else update.up
         logprobs, entropies, best, best_ids = ChunkedHead.apply(hidden, weight, bias, low, up, columns, spec)
 
@@ -151,20 +153,16 @@ def logits(
     """
     _check_inputs(hidden, weight, bias, update, temperature, softcap)
     shard = VocabShard.of(weight, group)
-    compute = torch.promote_types(hidden.dtype, weight.dtype)
-    stats = torch.promote_types(compute, torch.float32)
-    compute = stats if fp32 else compute
+    _, results, stats = head_dtypes(hidden, weight, fp32=fp32)
     with _no_autocast(hidden):
-        low = None if update is None else update.project(hidden, compute)
+        low = None if update is None else update.project(hidden, results)
         # Sum the gradient of the hidden states over ranks: each computes the columns of its shard only.
         if shard.group is not None:
             hidden = ReplicatedInput.apply(hidden, shard)
             low = None if low is None else ReplicatedInput.apply(low, shard)
-        z = torch.nn.functional.linear(
-            hidden.to(compute), weight.to(compute), None if bias is None else bias.to(compute)
-        ).to(stats)
+        z = WideLinear.apply(hidden, weight, bias, stats, results)
         if update is not None and low is not None:
-            z = z + torch.nn.functional.linear(low, update.up.to(compute)).to(stats)
+            z = z + WideLinear.apply(low, update.up.to(results), None, stats, results)
     if logit_scale != 1.0:
         z = z * logit_scale
     if softcap is not None:

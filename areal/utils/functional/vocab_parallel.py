@@ -46,7 +46,9 @@ class VocabShard:
         is_local = (local >= 0) & (local < self.rows)
         return local.masked_fill(~is_local, 0), is_local
 
-    def merge(self, lse: Tensor, entropy: Tensor | None, picked: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def merge(
+        self, lse: Tensor, entropy: Tensor | None, picked: Tensor, is_local: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Combine the statistics of all ranks to statistics of the full vocabulary, with two all-reduces.
 
         With ``w_r`` the probability mass of rank ``r`` and ``H_r`` the entropy within its rows, the entropy of the full
@@ -55,13 +57,15 @@ class VocabShard:
         Args:
             lse: ``[T]``. Log-sum-exp over this rank's logits.
             entropy: ``[T]``. Entropy of the softmax over this rank's logits, or ``None``.
-            picked: ``[T, K]``. Logits of the chosen tokens; 0 for tokens of other ranks.
+            picked: ``[T, K]``. Log-probs of the chosen tokens in the softmax over this rank's logits.
+            is_local: bool ``[T, K]``. True for chosen tokens of this rank.
 
         Returns:
-            The same three statistics over the full vocabulary.
+            The log-sum-exp over the full vocabulary; ``log w_r`` ``[T]``, or ``None`` without a group; the entropy and the
+            log-probs over the full vocabulary. All but the second are equal on all ranks.
         """
         if self.group is None:
-            return lse, entropy, picked
+            return lse, None, entropy, picked
         # Shift by the largest log-sum-exp of all ranks, so that exp() cannot overflow.
         top = lse.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
@@ -69,13 +73,14 @@ class VocabShard:
         log_mass = lse - top
         mass = log_mass.exp()
         entropy_term = mass * (entropy - log_mass) if entropy is not None else torch.zeros_like(mass)
-        # Sum all of them at once. Each chosen token is on exactly one rank, so that a sum collects its logit.
-        sums = torch.cat([torch.stack([mass, entropy_term], dim=1), picked], dim=1)
+        # Sum all of them at once. Each chosen token is on exactly one rank, so that a sum collects its log-prob.
+        local = (picked + log_mass.unsqueeze(1)).masked_fill_(~is_local, 0.0)
+        sums = torch.cat([torch.stack([mass, entropy_term], dim=1), local], dim=1)
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=self.group)
         # Normalize: with total mass m, w_r = mass_r / m, hence H = sum(mass_r (H_r - log mass_r)) / m + log m.
         log_total = sums[:, 0].log()
         full_entropy = sums[:, 1] / sums[:, 0] + log_total if entropy is not None else None
-        return top + log_total, full_entropy, sums[:, 2:]
+        return top + log_total, log_mass - log_total, full_entropy, sums[:, 2:] - log_total.unsqueeze(1)
 
     def merge_topk(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the ``k`` largest logits ``[T, k]`` of each rank, and their token ids, to those of the full vocabulary."""

@@ -11,57 +11,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from areal.api import IGNORE_INDEX
-from areal.tests.unit.logprobs.head_cases import CHUNK, CHUNK_BYTES, H, K, T, V, make, named, scalar
-from areal.utils.functional import HeadOutputs, HeadUpdate, head_outputs, logits
-
-
-def reference(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor | None,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    entropy: bool = False,
-    topk: int | None = None,
-) -> dict[str, Tensor]:
-    """Compute the expected outputs of the head from full logits in float64."""
-    z = hidden.double() @ weight.double().t()
-    z = logit_scale * (z if bias is None else z + bias.double())
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    logp = torch.log_softmax(
-        z / (temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature), -1
-    )
-    out = {}
-    if targets is not None:
-        wide = targets if targets.ndim == 2 else targets[:, None]
-        picked = logp.gather(1, wide.clamp(min=0)) * (wide != IGNORE_INDEX)
-        out["logprobs"] = picked.view(targets.shape)
-    if entropy:
-        out["entropy"] = -(logp.exp() * logp).sum(-1)
-    if topk:
-        out["topk"] = logp.topk(topk, -1).values
-    return out
-
-
-def compare(leaves: list[Tensor], got: dict[str, Tensor], want: dict[str, Tensor], tol: float) -> None:
-    """Compare values and gradients, relative to the largest of each."""
-    assert got.keys() == want.keys()
-    for name, x in got.items():
-        assert x.shape == want[name].shape
-        assert relative(x, want[name]) <= tol, name
-    expected = torch.autograd.grad(scalar(want), leaves)
-    for i, (g, e) in enumerate(zip(torch.autograd.grad(scalar(got), leaves), expected, strict=True)):
-        assert relative(g, e) <= tol, f"gradient {i}"
-
-
-def relative(x: Tensor, want: Tensor) -> float:
-    if x.numel() == 0:
-        return 0.0
-    return float((x.detach().double() - want.detach().double()).abs().max() / want.detach().abs().max().clamp(min=1e-6))
-
+from areal.tests.unit.logprobs.head_cases import (
+    CHUNK,
+    CHUNK_BYTES,
+    H,
+    K,
+    T,
+    V,
+    compare,
+    make,
+    named,
+    reference,
+    relative,
+    scalar,
+    update_of,
+)
+from areal.utils.functional import HeadOutputs, head_outputs, logits
 
 WANTED = [(None, False, None), (None, True, 4), (K, False, None), (K, True, 4), (None, True, None), (K, False, 1)]
 
@@ -86,12 +51,6 @@ def test_chunked_head_equals_full_logits_for_all_options(
         got = head_outputs(hidden, weight, asked, chunk_size=chunk_size, keep_bytes=keep_bytes, **options)
         leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
         compare(leaves, named(got), reference(hidden, weight, asked, **options), 1e-12)
-
-
-def update_of(dtype: torch.dtype = torch.float64) -> HeadUpdate:
-    rng = torch.Generator().manual_seed(11)
-    down, up = (torch.randn(size, generator=rng, dtype=torch.float64).to(dtype) for size in ((2, H), (V, 2)))
-    return HeadUpdate(down.requires_grad_(), up.requires_grad_(), 0.75)
 
 
 @pytest.mark.parametrize(("chunk_size", "keep_bytes"), [(CHUNK, 0), (CHUNK, int(1.7 * CHUNK_BYTES)), (None, None)])

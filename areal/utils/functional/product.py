@@ -1,0 +1,136 @@
+"""Matrix products of the output head: operands of 16 bits, and results that are never rounded to them.
+
+``torch.mm(a, b)`` of bfloat16 operands is summed in float32 and then rounded to bfloat16. A logit of size 20 loses up to 0.06.
+CUDA has products with another dtype of the result (``out_dtype``). Other devices do not: there the operands are converted.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OUT_DTYPE_DEVICES = frozenset({"cuda"})
+"""Devices with a kernel for ``torch.mm(out_dtype=...)``. A CPU raises NotImplementedError (torch 2.13)."""
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def operand_dtype(compute: torch.dtype, out: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype that operands of ``compute`` are multiplied in, if the result is to have the dtype ``out``.
+
+    Narrower than ``out`` only where the device has a kernel that does not round the result.
+    """
+    native = device.type in _OUT_DTYPE_DEVICES and compute in _NARROW and out == torch.float32
+    return compute if native else torch.promote_types(compute, out)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    out: torch.dtype = torch.float32,
+    *,
+    into: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return ``scale * (a @ b + bias)`` in the dtype ``out``, without rounding to a narrower dtype. Not differentiable.
+
+    Args:
+        a, b: ``[n, m]`` and ``[m, k]``, of floating dtypes that are not wider than ``out``.
+        out: dtype of the sums and of the result.
+        into: ``[n, k]`` of the dtype ``out``. Buffer to write to.
+        bias: ``[k]``.
+        scale: factor of the result.
+
+    Raises:
+        ValueError: a dtype does not fit.
+    """
+    _check(a, b, out, into)
+    into = a.new_empty(a.shape[0], b.shape[1], dtype=out) if into is None else into
+    a, b, options = _operands(a, b, out)
+    if bias is not None:
+        # A bias of the operands' dtype would be widened by the kernel: the same numbers.
+        return torch.addmm(bias.to(out), a, b, beta=scale, alpha=scale, out=into, **options)
+    if scale != 1.0:
+        return torch.addmm(into, a, b, beta=0.0, alpha=scale, out=into, **options)  # what `into` had is ignored
+    return torch.mm(a, b, out=into, **options)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Compute ``total += a @ b`` in place, in the dtype of the total. The product is not rounded before it is added.
+
+    Args:
+        total: ``[n, k]``.
+        a, b: ``[n, m]`` and ``[m, k]``, of floating dtypes that are not wider than that of the total.
+
+    Raises:
+        ValueError: a dtype does not fit.
+    """
+    _check(a, b, total.dtype, total)
+    a, b, options = _operands(a, b, total.dtype)
+    if not options:
+        return total.addmm_(a, b)
+    if _adds_to_wider(total.device):
+        return torch.addmm(total, a, b, out=total, **options)
+    return total.add_(torch.mm(a, b, **options))
+
+
+class WideLinear(torch.autograd.Function):
+    """``x @ weight.T + bias`` in the dtype ``out``, without rounding. Differentiable once.
+
+    ``(x, weight, bias, out, grad_dtype) -> [n, k]`` for ``x`` ``[n, m]``, ``weight`` ``[k, m]`` and ``bias`` ``[k]`` or
+    ``None``. The gradient of the result is converted to ``grad_dtype`` before it is multiplied.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: torch.dtype,
+        grad_dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.grad_dtype, ctx.bias_dtype = grad_dtype, None if bias is None else bias.dtype  # type: ignore[attr-defined]
+        return product(x, weight.t(), out, bias=bias)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        narrow, out = grad.to(ctx.grad_dtype), grad.dtype  # type: ignore[attr-defined]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+        return (
+            product(narrow, weight, out).to(x.dtype) if needs_x else None,
+            product(narrow.t(), x, out).to(weight.dtype) if needs_weight else None,
+            grad.sum(0).to(ctx.bias_dtype) if needs_bias else None,  # type: ignore[attr-defined]
+            None,
+            None,
+        )
+
+
+def _operands(a: Tensor, b: Tensor, out: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return the operands of a kernel, and its ``out_dtype`` if it needs one."""
+    dtype = operand_dtype(torch.promote_types(a.dtype, b.dtype), out, a.device)
+    return a.to(dtype), b.to(dtype), ({} if dtype == out else {"out_dtype": out})
+
+
+def _check(a: Tensor, b: Tensor, out: torch.dtype, into: Tensor | None) -> None:
+    if torch.promote_types(torch.promote_types(a.dtype, b.dtype), out) != out:
+        raise ValueError(f"operands are {a.dtype} and {b.dtype}, and the result {out}: pass a result at least as wide")
+    if into is not None and into.dtype != out:
+        raise ValueError(f"the buffer is {into.dtype}, and the result {out}: pass a buffer of the result's dtype")
+
+
+@functools.cache
+def _adds_to_wider(device: torch.device) -> bool:
+    """Return whether ``torch.addmm`` adds a product of 16-bit operands to a float32 matrix; earlier versions of torch raise."""
+    half = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(half.float(), half, half, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
