@@ -39,6 +39,9 @@ COMMANDS = {
             ("distill", "learn from a teacher on own answers"),
         )
     },
+    "plan": Command(
+        "areal.cli.plan:run_plan", "predict memory, communication and time of a layout, and find the best ones", "areal"
+    ),
     "reproduce": Command(
         "areal.cli.run_recipe:run_reproduce", "take the first steps of a run again, and compare", "areal[recipes]"
     ),

@@ -151,7 +151,9 @@ class ControlPlane:
         self._own_verdict: Verdict | None = None
         self._group, self._watch = None, None
         self.address = "localhost"
-        if self.size == 1:
+        # In a plan, this process speaks for all ranks.
+        self._speaks_for_all = self.size == 1 or platform.is_planned()
+        if self._speaks_for_all:
             return
         self._data_groups, self._groups = groups or GroupSet(), GroupSet()
         with self._groups.creating():
@@ -219,8 +221,8 @@ class ControlPlane:
         Raises:
             EngineLostError: a rank died, or failed; names it.
         """
-        if self.size == 1:
-            return [value]
+        if self._speaks_for_all:
+            return [value] * self.size
         self.require_usable()
         values: list[Any] = [None] * self.size
         try:
@@ -288,7 +290,7 @@ class ControlPlane:
         result, error = self._call(fn)
         try:
             answers = self.gather((as_fault(error), result))
-            raise_together([fault for fault, _ in answers], error, note)
+            raise_together(self._named([fault for fault, _ in answers]), error, note)
             return [cast(_T, value) for _, value in answers]
         finally:
             del result, error
@@ -305,7 +307,11 @@ class ControlPlane:
         """
         if platform.is_device_lost(error):
             raise self.fail(cast(BaseException, error), final=True) from error
-        raise_together(self.gather(as_fault(error)), error, note)
+        raise_together(self._named(self.gather(as_fault(error))), error, note)
+
+    def _named(self, faults: list[Fault | None]) -> list[Fault | None]:
+        """Return the faults of the ranks to name in an error: of all, or of this process if it speaks for all."""
+        return faults[:1] if self._speaks_for_all else faults
 
     def close(self) -> None:
         """Close the process groups, and the connections over which ranks watch each other."""

@@ -25,6 +25,14 @@ NCCL = "cuda:nccl"
 WORLD = "cpu:gloo,cuda:nccl"
 """Backend of the default process group whose ranks have separate GPUs: other programs may use it for tensors of the host."""
 
+PLANNED = "planned"
+"""Backend of process groups without other processes (:mod:`areal.plan`). Tensors are on the meta device, without values."""
+
+
+def is_planned() -> bool:
+    """Return whether the default process group has no other processes: collectives return at once, and values do not exist."""
+    return dist.is_initialized() and dist.get_backend() == PLANNED
+
 
 def accelerator() -> str:
     """Return ``"cuda"`` if there is a GPU, else ``"cpu"``."""
@@ -39,8 +47,8 @@ def gpu_uuids() -> tuple[str, ...]:
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a GPU, which other processes may number otherwise; ``None`` for a CPU."""
-    if device.type == "cpu":
+    """Return the UUID of a GPU, which other processes may number otherwise; ``None`` for another device."""
+    if device.type != "cuda":
         return None
     return gpu_uuids()[torch.cuda.current_device() if device.index is None else device.index]
 
@@ -67,6 +75,8 @@ def current_device() -> torch.device:
 
     Without ``LOCAL_RANK`` the GPU is chosen when the default process group starts (:mod:`areal.utils.rank_gpus`).
     """
+    if is_planned():
+        return torch.device("meta")
     if accelerator() == "cpu":
         return torch.device("cpu")
     rank = local_rank()
@@ -78,6 +88,8 @@ def current_device() -> torch.device:
 
 def collective_backend() -> str:
     """Return the backend of the process groups that carry an engine's tensors: NCCL if the default group has it, else gloo."""
+    if is_planned():
+        return PLANNED
     return NCCL if "cuda:nccl" in dist.get_backend_config() else GLOO
 
 

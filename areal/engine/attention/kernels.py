@@ -209,7 +209,8 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
 def _runs_varlen(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Return whether a variable-length kernel supports these tensors and options."""
     return (
-        q.is_cuda
+        # On the meta device, shapes and costs are those of a GPU.
+        (q.is_cuda or q.is_meta)
         and q.dtype in (torch.float16, torch.bfloat16)
         and max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM
         and options.sinks is None

@@ -229,14 +229,18 @@ class FSDPEngine(BaseTrainEngine):
                 watch_routers(transformer_layers(chunk), before)
             parallelize(chunk, param_mesh, config, expert_mesh)
             grad.time_reductions(chunk, self.timer)
-        # Allocate and fill the shards alone.
+        self._fill(chunks)
+        chunks.train()
+        return chunks
+
+    def _fill(self, chunks: ModelChunks) -> None:
+        """Allocate and fill the shards of a model on the meta device."""
+        config = self.config
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
         if config.init_from_scratch:
             init_weights(chunks, config.seed, device, self.device)
         else:
             load_weights(chunks, config.path, device, self.device)
-        chunks.train()
-        return chunks
 
     def _meta_model(self, hf_config: PretrainedConfig) -> PackedCausalLM:
         """Build the full model on the meta device, without values."""

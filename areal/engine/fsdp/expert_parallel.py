@@ -236,7 +236,7 @@ class Dispatch:
         counts = bounds.diff().view(size, per_rank)
         arriving = exchange_counts(counts, group)
         # One host read for both: sizes of collectives must be known on the host.
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        sent, received = _read_counts(torch.stack([counts.sum(1), arriving.sum(1)]), index.numel())
         return cls((sent, received), order, arriving, group)
 
     def local(self) -> Tensor:
@@ -252,3 +252,11 @@ class Dispatch:
     def combine(self, rows: Tensor) -> Tensor:
         """Return rows to the ranks of their tokens, in the order in which they were sent."""
         return ExchangeRows.apply(rows, self._received, self._sent, self._group)
+
+
+def _read_counts(counts: Tensor, n_rows: int) -> list[list[int]]:
+    """Return ``[2, size]`` numbers of rows on the host. Without values, in a plan, ``n_rows`` are spread evenly over the ranks."""
+    if not counts.is_meta:
+        return counts.tolist()
+    size = counts.shape[1]
+    return [[n_rows // size + (rank < n_rows % size) for rank in range(size)]] * 2

@@ -56,6 +56,12 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_get_backend": ("torch.distributed:ProcessGroup", _OLD),
     "all_gather_single": ("torch.distributed", (2, 13)),  # before: all_gather_into_tensor
     "reduce_scatter_single": ("torch.distributed", (2, 13)),  # before: reduce_scatter_tensor
+    "_register_device_module": ("torch", _OLD),
+    "_create_internal": ("torch._C._distributed_c10d:FakeProcessGroup", _OLD),
+    "_validate_no_meta_params": (_GROUP, _OLD),
+    "all_gather_outputs": (_PARAM, _OLD),
+    "_schema": ("torch._ops:OpOverload", _OLD),
+    "_cdata": ("torch:UntypedStorage", _OLD),
     "_local_tensor": ("torch.distributed.tensor:DTensor", _OLD),
     "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", _OLD),
     "_is_view": ("torch:Tensor", _OLD),

@@ -1,0 +1,137 @@
+"""Plan of one layout: the peak memory of a rank, the collectives of a step, the bubble of the pipeline and the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from areal.api import TrainEngineConfig
+from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
+from areal.plan.hardware import Hardware
+from areal.plan.step_recorder import SHARDED, Collective, CollectiveCalls
+from areal.plan.trace import Trace, TraceRequest, Workload, trace_step
+from areal.plan.uniform_layers import UniformLayers
+
+ZERO_BUBBLE_FRACTION = 1 / 3
+"""Part of a schedule's bubble that remains if gradients of weights fill it (Qi et al., 2023, with equal times of the three passes)."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank of a pipeline stage.
+
+    Attributes:
+        rank: rank in the world.
+        trace: its step.
+        exposed: seconds of collectives that the computation waits for.
+        overlapped: seconds of collectives of parameters and gradients, which run during the computation.
+    """
+
+    rank: int
+    trace: Trace
+    exposed: float
+    overlapped: float
+
+    @classmethod
+    def of(cls, rank: int, trace: Trace, hardware: Hardware) -> Stage:
+        """Return a stage with the times of its collectives."""
+        seconds = collective_seconds(trace.collectives, hardware)
+        exposed = sum(value for kind, value in seconds.items() if kind.axis not in SHARDED)
+        return cls(rank, trace, exposed, sum(seconds.values()) - exposed)
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step without the bubble: collectives of parameters and gradients are assumed to overlap perfectly."""
+        return max(self.trace.seconds + self.exposed, self.overlapped)
+
+    @property
+    def nbytes(self) -> float:
+        """Peak memory in bytes."""
+        return sum(self.trace.memory.values())
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A step of a layout.
+
+    Attributes:
+        config: configuration of the engine.
+        workload: batch of a data-parallel rank.
+        stages: one rank of the first, a middle and the last stage of the pipeline; without one a single rank.
+        bubble: idle time of a rank in the pipeline, as a fraction of its busy time.
+    """
+
+    config: TrainEngineConfig
+    workload: Workload
+    stages: tuple[Stage, ...]
+    bubble: float
+
+    @property
+    def largest(self) -> Stage:
+        """The stage with the largest peak memory."""
+        return max(self.stages, key=lambda stage: stage.nbytes)
+
+    @property
+    def slowest(self) -> Stage:
+        """The stage with the longest step."""
+        return max(self.stages, key=lambda stage: stage.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step: that of the slowest stage, and the bubble."""
+        return self.slowest.seconds * (1 + self.bubble)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and rank."""
+        return self.workload.tokens * self.config.dims.dp / self.config.dims.world_size / self.seconds
+
+
+def collective_seconds(
+    collectives: Mapping[Collective, CollectiveCalls], hardware: Hardware
+) -> dict[Collective, float]:
+    """Return the seconds of all calls of each collective."""
+    return {
+        kind: calls.count
+        * hardware.collective_seconds(kind.name, calls.nbytes / max(calls.count, 1), kind.size, kind.stride)
+        for kind, calls in collectives.items()
+    }
+
+
+def plan_layout(
+    config: TrainEngineConfig,
+    workload: Workload,
+    hardware: Hardware,
+    memory: int,
+    layers: UniformLayers | None = None,
+    trace: Callable[..., Trace] = trace_step,
+) -> LayoutPlan:
+    """Plan a layout by running its engine on the meta device.
+
+    Args:
+        config: configuration with micro-batches of ``workload.micro_batch`` tokens.
+        memory: bytes of a rank's device.
+        layers: extrapolate from models with one and with two layers per stage, instead of running all layers.
+
+    Raises:
+        ValueError: the engine refuses the layout, or the plan refuses an option.
+    """
+    dims = config.dims
+    ranks_per_stage = dims.world_size // dims.pp
+    stages = []
+    for stage in sorted({0, dims.pp // 2, dims.pp - 1}):
+        rank = stage * ranks_per_stage
+        request = TraceRequest(config, workload, rank, hardware, memory)
+        found = trace(*request) if layers is None else layers.extrapolate(request, stage, trace)
+        stages.append(Stage.of(rank, found, hardware))
+    return LayoutPlan(config, workload, tuple(stages), pipeline_bubble(config, stages[0].trace.n_mbs))
+
+
+def pipeline_bubble(config: TrainEngineConfig, n_mbs: int) -> float:
+    """Return the idle time of a rank in the pipeline as a fraction of its busy time.
+
+    ``(p - 1) / (v n)`` for ``p`` ranks with ``v`` chunks each and ``n`` micro-batches (Narayanan et al., 2021).
+    """
+    dims, schedule = config.dims, choose_schedule(config)
+    bubble = (dims.pp - 1) / (dims.vpp * n_mbs)
+    return bubble * ZERO_BUBBLE_FRACTION if schedule.zero_bubble else bubble

@@ -1,0 +1,165 @@
+"""Search for the layouts of a world that fit into memory, fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.api.parallel import ParallelDims
+from areal.engine.model.hub import read_config
+from areal.plan.hardware import Hardware
+from areal.plan.layout_plan import LayoutPlan, plan_layout
+from areal.plan.trace import Workload
+from areal.plan.uniform_layers import UniformLayers
+
+_LARGEST_PIPELINE = 8
+_MICRO_BATCHES_PER_STAGE = 4
+_LARGEST_SHARD_GROUP = 64
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """What to plan.
+
+    Attributes:
+        model: model directory with a ``config.json``.
+        tokens_per_rank: tokens of a step, divided by the number of ranks.
+        length: tokens of a sequence.
+        memory: bytes of a rank's device.
+        hardware: rates.
+        settings: further fields of the engine's configuration.
+        micro_batch: tokens of a micro-batch of a data-parallel rank; ``None`` chooses.
+    """
+
+    model: str
+    tokens_per_rank: int
+    length: int
+    memory: int
+    hardware: Hardware
+    settings: Mapping[str, Any]
+    micro_batch: int | None = None
+
+    def workload(self, dims: ParallelDims, n_mbs: int | None = None) -> Workload:
+        """Return the batch of a data-parallel rank, whose context-, tensor- and pipeline-parallel ranks compute it together.
+
+        Args:
+            n_mbs: largest number of micro-batches. Defaults to one, or to four for each stage of a pipeline.
+
+        Raises:
+            ValueError: the batch is shorter than a sequence.
+        """
+        tokens = self.tokens_per_rank * dims.cp * dims.tp * dims.pp
+        sequences = tokens // self.length
+        if not sequences:
+            raise ValueError(
+                f"tokens_per_rank = {self.tokens_per_rank} with backend = '{dims}': a data-parallel rank has {tokens} tokens, less than one "
+                f"sequence of {self.length}; raise tokens_per_rank, or choose a larger c"
+            )
+        if self.micro_batch is not None:
+            return Workload(sequences, self.length, max(self.micro_batch, self.length))
+        most = n_mbs or (1 if dims.pp == 1 else _MICRO_BATCHES_PER_STAGE * dims.pp)
+        number = max(n for n in range(1, min(most, sequences) + 1) if sequences % n == 0)
+        return Workload(sequences, self.length, sequences // number * self.length)
+
+    def config(self, dims: ParallelDims, workload: Workload, checkpointing: str | None = None) -> TrainEngineConfig:
+        """Return the configuration of a layout."""
+        defaults: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-5, lr_scheduler="constant")}
+        chosen = {} if checkpointing is None else {"activation_checkpointing": checkpointing}
+        return TrainEngineConfig(
+            path=self.model,
+            backend=str(dims),
+            init_from_scratch=True,
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=workload.micro_batch),
+            **defaults | dict(self.settings) | chosen,
+        )
+
+    def plan(self, dims: ParallelDims, layers: UniformLayers | None = None) -> LayoutPlan:
+        """Plan a layout with the settings as they are.
+
+        Raises:
+            ValueError: see :func:`~areal.plan.layout_plan.plan_layout`.
+        """
+        workload = self.workload(dims)
+        return plan_layout(self.config(dims, workload), workload, self.hardware, self.memory, layers)
+
+
+def with_world_size(dims: ParallelDims, world_size: int) -> ParallelDims:
+    """Return a layout with more data-parallel ranks, which shard parameters, so that it has ``world_size`` ranks.
+
+    Raises:
+        ValueError: the layout's ranks do not divide the world.
+    """
+    if world_size % dims.world_size:
+        raise ValueError(
+            f"world_size = {world_size} with backend = '{dims}': its {dims.world_size} ranks do not divide the world; choose other degrees"
+        )
+    return with_degrees(dims.backend, d=dims.dp_shard * world_size // dims.world_size, r=dims.dp_replicate, p=dims.pp, v=dims.vpp,
+                        t=dims.tp, c=dims.cp, e=dims.ep)  # fmt: skip
+
+
+def with_degrees(
+    backend: str, *, d: int, r: int = 1, p: int = 1, v: int = 1, t: int = 1, c: int = 1, e: int = 1
+) -> ParallelDims:
+    """Return a layout with these degrees, of which ``d`` counts all ranks that shard parameters, experts included."""
+    return ParallelDims(backend=backend, dp_shard=d, dp_replicate=r, pp=p, vpp=v, tp=t, cp=c, ep=e)
+
+
+def layouts(job: PlanJob, backend: str, world_size: int) -> Iterator[ParallelDims]:
+    """Yield the layouts to compare.
+
+    Tensor and context parallelism stay on a node. Context parallelism is for sequences that are longer than the tokens of a rank.
+    """
+    config, node = read_config(job.model).get_text_config(), job.hardware.ranks_per_node
+    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    degrees = [1 << n for n in range(7)]
+    for p in (n for n in degrees if n <= min(_LARGEST_PIPELINE, config.num_hidden_layers)):
+        for t in (n for n in degrees if n <= node and (n == 1 or not experts)):
+            for c in (n for n in degrees if n * t <= node and (n == 1 or job.length > job.tokens_per_rank * t)):
+                d, left = divmod(world_size, p * t * c)
+                if left or not d:
+                    continue
+                # One group of shards over all ranks, or replicas of a smaller one.
+                groups = {1, max(1, d * c // _LARGEST_SHARD_GROUP)}
+                for r in sorted(r for r in groups if d % r == 0):
+                    for e in (n for n in degrees if n == 1 or (experts and n <= experts and n >= node)):
+                        if (d // r * c) % e == 0:
+                            yield with_degrees(backend, d=d // r, r=r, p=p, t=t, c=c, e=e)
+
+
+def best_layouts(
+    job: PlanJob, backend: str, world_size: int, layers: UniformLayers | None, progress: Callable[[str], None]
+) -> list[LayoutPlan]:
+    """Return the plans of all layouts that the engine supports and that fit into memory, fastest first.
+
+    For each layout, activations are recomputed, or micro-batches are of one sequence, only if it does not fit otherwise.
+    """
+    found = []
+    candidates = list(layouts(job, backend, world_size))
+    for number, dims in enumerate(candidates):
+        progress(f"layout {number + 1} of {len(candidates)}: {dims}")
+        plan = _fitting(job, dims, layers)
+        if plan is not None:
+            found.append(plan)
+    return sorted(found, key=lambda plan: plan.seconds)
+
+
+def _fitting(job: PlanJob, dims: ParallelDims, layers: UniformLayers | None) -> LayoutPlan | None:
+    """Return the fastest plan of a layout that fits into memory; ``None`` if there is none."""
+    fixed = "activation_checkpointing" in job.settings
+    for checkpointing in (None,) if fixed else ("none", "full"):
+        smallest: int | None = None
+        for n_mbs in (None, 1 << 20):
+            try:
+                workload = job.workload(dims, n_mbs)
+                if workload.micro_batch == smallest:
+                    continue
+                smallest = workload.micro_batch
+                config = job.config(dims, workload, checkpointing)
+                plan = plan_layout(config, workload, job.hardware, job.memory, layers)
+            except ValueError:
+                return None
+            if plan.largest.nbytes <= job.memory:
+                return plan
+    return None

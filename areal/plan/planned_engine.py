@@ -1,0 +1,94 @@
+"""The FSDP engine on the meta device: its own code, without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from areal.api import FinetuneSpec, MicroBatch, MicroBatchList, TokenOutputs, TrainEngineConfig
+from areal.api.config import OptimizerConfig
+from areal.engine.components import EngineComponents, call_gradients
+from areal.engine.faults import Faults
+from areal.engine.fsdp.engine import FSDPEngine
+from areal.engine.torch.model_chunks import ModelChunks
+from areal.engine.torch.random_init import materialize
+from areal.utils.dtensor import local_part
+from areal.utils.offload import expected_state_bytes
+from areal.utils.releases import fsdp_param_groups
+
+
+class PlannedEngine(FSDPEngine):
+    """An FSDP engine in :func:`~areal.plan.planned_world.planned_world`.
+
+    Args:
+        config: configuration of the engine. The weights at ``path`` are not read.
+        memory: bytes of a rank's device.
+    """
+
+    def __init__(self, config: TrainEngineConfig, memory: int) -> None:
+        for name, value in (("lora", config.lora), ("fsdp.compile", config.fsdp.compile)):
+            if value:
+                raise ValueError(f"{name} = {value!r}: a plan does not support it; leave it out to plan the rest")
+        super().__init__(config)
+        self._memory = memory
+
+    def _build(self, spec: FinetuneSpec) -> EngineComponents:
+        # Choices by memory are those on the device to plan for.
+        self._device_memory = self._memory
+        return super()._build(spec)
+
+    def _fill(self, chunks: ModelChunks) -> None:
+        for chunk in chunks:
+            materialize(chunk, self.device, self.device)
+            for module in chunk.modules():
+                # FSDP refuses parameters on the meta device, which usually were forgotten there.
+                for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
+                    group._validate_no_meta_params = _nothing
+
+    def _torch_optimizer(self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
+        optimizer: Any = super()._torch_optimizer(named, config)
+        # The update has no values to work on. Its cost is added by the plan.
+        optimizer.step = _nothing
+        return optimizer
+
+    @property
+    def chunks(self) -> ModelChunks:
+        """The sharded model of this rank."""
+        return self._require_components().model  # type: ignore[return-value]
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes of this rank's shards of the parameters, with the padding of uneven shards."""
+        storages = [local_part(parameter).untyped_storage() for parameter in self.chunks.parameters()]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def optimizer_bytes(self) -> int:
+        """Return the bytes of this rank's optimizer state after the first step, without scalars."""
+        optimizer: Any = self._require_components().optimizer
+        return 0 if optimizer is None else expected_state_bytes(optimizer.inner)
+
+    def run_step(self, mbs: MicroBatchList) -> None:
+        """Run what ``train_batch`` runs on tensors: forward, backward and the reduction of all micro-batches, and the optimizer step."""
+
+        def process(outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, None]:
+            assert_logprobs: Any = outputs.logprobs
+            return -assert_logprobs.sum(), None
+
+        gradients = call_gradients(self._require_components(), None)
+        gradients.begin()
+        faults = Faults()
+        self._run_schedule(mbs, process, ("logprobs",), False, faults)
+        if faults.first is not None:
+            raise faults.first
+        gradients.added()
+        if self._require_components().optimizer is not None:
+            self._apply_gradients()
+        else:
+            self._finalize_grads()
+            self.zero_grad()
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    """Do nothing."""

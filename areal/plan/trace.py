@@ -1,0 +1,120 @@
+"""Trace of a training step of one rank of a layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from areal.api import FinetuneSpec, TrainEngineConfig
+from areal.plan.hardware import Hardware
+from areal.plan.planned_engine import PlannedEngine
+from areal.plan.planned_world import planned_world
+from areal.plan.step_recorder import Collective, CollectiveCalls, StepRecorder
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The batch of a data-parallel rank.
+
+    Attributes:
+        sequences: number of sequences.
+        length: tokens of each.
+        micro_batch: tokens of a micro-batch.
+    """
+
+    sequences: int
+    length: int
+    micro_batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the batch."""
+        return self.sequences * self.length
+
+    def batch(self) -> list[dict[str, torch.Tensor]]:
+        """Return sequences without meaning."""
+        return [{"input_ids": torch.zeros(self.length, dtype=torch.int64)} for _ in range(self.sequences)]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step of one rank.
+
+    Attributes:
+        memory: peak bytes by kind.
+        collectives: calls and bytes by kind of collective.
+        flops: floating point operations of the rank.
+        seconds: time of its operations, without collectives.
+        n_mbs: number of micro-batches.
+    """
+
+    memory: Mapping[str, float]
+    collectives: Mapping[Collective, CollectiveCalls]
+    flops: float
+    seconds: float
+    n_mbs: int
+
+    def plus(self, other: Trace, factor: float) -> Trace:
+        """Return this trace plus ``factor`` times the difference to ``other``: a trace of more layers than both."""
+
+        def extend(mine: float, others: float) -> float:
+            return mine + factor * (others - mine)
+
+        memory = {kind: max(0.0, extend(nbytes, other.memory.get(kind, 0))) for kind, nbytes in self.memory.items()}
+        collectives = {}
+        for kind in {**self.collectives, **other.collectives}:
+            a, b = self.collectives.get(kind, CollectiveCalls()), other.collectives.get(kind, CollectiveCalls())
+            collectives[kind] = CollectiveCalls(extend(a.count, b.count), extend(a.nbytes, b.nbytes))
+        return Trace(
+            memory, collectives, extend(self.flops, other.flops), extend(self.seconds, other.seconds), self.n_mbs
+        )
+
+
+def trace_step(config: TrainEngineConfig, workload: Workload, rank: int, hardware: Hardware, memory: int) -> Trace:
+    """Run the second step of an engine on the meta device, as rank ``rank`` of its layout, and record it.
+
+    The first step gathers each layer once more.
+
+    Args:
+        memory: bytes of a rank's device.
+
+    Raises:
+        ValueError: the engine refuses the layout, or the plan an option.
+    """
+    with planned_world(rank, config.dims.world_size):
+        engine = PlannedEngine(config, memory)
+        engine.initialize(FinetuneSpec(total_train_steps=1))
+        with engine:
+            mbs = engine.microbatches(workload.batch())
+            with StepRecorder(simulate=True):
+                engine.run_step(mbs)
+            rows = [chunk.hf.get_output_embeddings().weight for chunk in engine.chunks if chunk.has_head]
+            vocab_rows = -(-rows[0].shape[0] // config.dims.tp) if rows else 0
+            recorder = StepRecorder(simulate=True, seconds=hardware.operation_seconds, vocab_rows=vocab_rows)
+            recorder.watch(engine.chunks)
+            with recorder:
+                engine.run_step(mbs)
+            parameters, state = engine.parameter_bytes(), engine.optimizer_bytes()
+            held = {"parameters": parameters, "gradients": 0, "optimizer": state}
+            # AdamW reads parameters, gradients and state, and writes parameters and state.
+            update = hardware.operation_seconds(0.0, 3 * parameters + 2 * state) if state else 0.0
+            n_mbs = len(mbs)
+        peak: Counter[str] = Counter(held)
+        peak.update({kind: nbytes for kind, nbytes in recorder.peak.items() if kind})
+        for kind in ("activations", "logits", "communication"):
+            peak.setdefault(kind, 0)
+        return Trace(dict(peak), recorder.collectives, recorder.flops, recorder.seconds + update, n_mbs)
+
+
+class TraceRequest(NamedTuple):
+    """Arguments of :func:`trace_step`."""
+
+    config: TrainEngineConfig
+    workload: Workload
+    rank: int
+    hardware: Hardware
+    memory: int

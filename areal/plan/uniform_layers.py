@@ -1,0 +1,75 @@
+"""Extrapolation of a step from models with few layers, where all layers of a model are alike."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
+from areal.engine.model.heads import decoder_of
+from areal.engine.model.hub import read_config
+from areal.engine.torch.pipeline_split import even_counts
+from areal.plan.trace import Trace, TraceRequest
+
+
+class UniformLayers:
+    """Model directories with one and two layers per pipeline stage, in a temporary directory that ends with this object.
+
+    Args:
+        path: model directory whose layers are alike; see :meth:`of`.
+    """
+
+    def __init__(self, path: str, number: int) -> None:
+        self._config, self.number = read_config(path), number
+        self._folder = tempfile.TemporaryDirectory(prefix="areal-plan-")
+
+    @classmethod
+    def of(cls, path: str) -> UniformLayers | None:
+        """Return the layers of a model; ``None`` if they differ, so that every layer must be run."""
+        config = read_config(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        layers = getattr(decoder_of(model), "layers", ())
+        shapes = {tuple((name, x.shape) for name, x in layer.named_parameters()) for layer in layers}
+        kinds = set(getattr(config, "layer_types", None) or ())
+        return cls(path, len(layers)) if len(shapes) == 1 and len(kinds) <= 1 else None
+
+    def extrapolate(self, request: TraceRequest, stage: int, trace: Callable[..., Trace]) -> Trace:
+        """Return the trace of a stage of the full model.
+
+        Args:
+            stage: pipeline rank.
+
+        Raises:
+            ValueError: the engine refuses the layout.
+        """
+        config, dims = request.config, request.config.dims
+        chunks = dims.pp * dims.vpp
+        if chunks > self.number:
+            raise ValueError(
+                f"backend = '{dims}' has {chunks} stages, and the model {self.number} layers: choose a smaller p or v"
+            )
+        # Layers of the chunks that this pipeline rank has.
+        schedule, counts = choose_schedule(config), even_counts(self.number, chunks)
+        own = sum(count for chunk, count in enumerate(counts) if schedule.rank_of(chunk, dims.pp) == stage)
+        traces = []
+        for per_chunk in (1, 2):
+            short = config.model_copy(update={"path": self._with_layers(per_chunk * chunks)})
+            traces.append(trace(*request._replace(config=short)))
+        return traces[0].plus(traces[1], (own - dims.vpp) / dims.vpp)
+
+    def _with_layers(self, number: int) -> str:
+        """Return a directory with the configuration of the model, with another number of layers."""
+        folder = Path(self._folder.name) / str(number)
+        if not folder.exists():
+            config = copy.deepcopy(self._config)
+            config.num_hidden_layers = number
+            if getattr(config, "layer_types", None):
+                config.layer_types = (config.layer_types * number)[:number]
+            config.save_pretrained(folder)
+        return str(folder)

@@ -1,0 +1,1 @@
+"""Plans against worlds that exist."""

@@ -1,0 +1,82 @@
+"""A plan has the collectives of a real step on four ranks, with their bytes, and the real bytes of parameters and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from areal.api import MicroBatchSpec
+from areal.plan.hardware import Hardware
+from areal.plan.step_recorder import Collective, CollectiveCalls, StepRecorder
+from areal.plan.trace import Trace, Workload, trace_step
+from areal.tests.harness.tiny import config, family_dir, started
+from areal.utils.distributed import is_rank
+from areal.utils.functional import logprobs
+
+LENGTH = 16
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "shards": ("fsdp:d4", "qwen3", {}),
+    "replicas": ("fsdp:r2d2", "qwen3", {}),
+    "each micro-batch": ("fsdp:d4", "qwen3", {"grad_sync": "micro_batch"}),
+    "recomputed": ("fsdp:d4", "qwen3", {"activation_checkpointing": "full"}),
+    "ulysses": ("fsdp:d2c2", "qwen3", {"fsdp": {"context_parallel": "ulysses"}}),
+    "keys": ("fsdp:d2c2", "qwen3", {"fsdp": {"context_parallel": "gather_kv"}}),
+    "tensors": ("fsdp:d2t2", "qwen3", {}),
+    "stages": ("fsdp:d2p2", "qwen3", {}),
+    "virtual stages": ("fsdp:d1p2v2t2", "qwen3", {}),
+    "experts": ("fsdp:d2e2", "qwen3_moe", {"dtype": "bfloat16"}),
+    "experts over tokens": ("fsdp:d1c2e2", "qwen3_moe", {"dtype": "bfloat16"}),
+}
+
+
+WORKLOAD = Workload(sequences=8, length=LENGTH, micro_batch=2 * LENGTH)
+
+
+def settings_of(case: str) -> tuple[str, dict[str, Any]]:
+    """Return layout and settings of a case."""
+    backend, family, changes = CASES[case]
+    path = family_dir(family, num_hidden_layers=4) if "v2" in backend else family_dir(family)
+    spec = MicroBatchSpec(max_tokens_per_mb=WORKLOAD.micro_batch, equal_batches="allow")
+    return backend, {**changes, "path": path, "mb_spec": spec}
+
+
+@pytest.fixture
+def plans(case: str) -> list[Trace]:
+    """Return the traces of all ranks, computed in the process that starts them."""
+    if is_rank():
+        pytest.skip("a plan needs a process without a world")
+    backend, changes = settings_of(case)
+    planned = config(backend, **changes, init_from_scratch=True)
+    return [trace_step(planned, WORKLOAD, rank, Hardware(), 2**34) for rank in range(4)]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.world(4)
+def test_plan_is_the_step_of_four_ranks(case: str, plans: list[Trace]) -> None:
+    backend, changes = settings_of(case)
+    # On a CPU, the head leaves out tokens without a target, which an accelerator would have to wait for.
+    all_rows = mock.patch.object(logprobs, "_rows_with_targets", return_value=None)
+    with all_rows, started(backend, **changes) as engine:
+        # The first step gathers each layer once more.
+        step(engine)
+        with StepRecorder() as recorder:
+            step(engine)
+        memory, plan = engine.memory()[0], plans[dist.get_rank()]
+    assert counted(plan.collectives) == counted(recorder.collectives)
+    assert plan.memory["parameters"] == memory.params.total
+    assert plan.memory["optimizer"] == memory.optimizer.total
+    assert plan.n_mbs == 4
+
+
+def counted(collectives: Mapping[Collective, CollectiveCalls]) -> dict[Collective, tuple[float, float]]:
+    """Return calls and bytes by kind. The bytes that go to experts depend on the router: a plan spreads tokens evenly."""
+    return {kind: (calls.count, 0 if kind.axis == "ep" else calls.nbytes) for kind, calls in collectives.items()}
+
+
+def step(engine: Any) -> None:
+    """Take a step with the log-probs of all tokens."""
+    engine.train_batch(WORKLOAD.batch(), lambda out, mb: -out.logprobs.sum())

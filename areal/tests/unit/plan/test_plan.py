@@ -1,0 +1,113 @@
+"""Plans of worlds that do not exist: extrapolation, times of collectives, the search and the command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from areal.api import OptimizerConfig
+from areal.api.parallel import ParallelDims
+from areal.cli.plan import run_plan
+from areal.plan.hardware import Hardware
+from areal.plan.layout_plan import Stage
+from areal.plan.layout_search import PlanJob, with_world_size
+from areal.plan.step_recorder import Collective, CollectiveCalls
+from areal.plan.trace import Trace
+from areal.plan.uniform_layers import UniformLayers
+from areal.tests.harness.tiny import family_dir
+
+SETTINGS = {"dtype": "bfloat16", "optimizer": OptimizerConfig(lr=1e-3, lr_scheduler="constant")}
+
+
+@pytest.fixture(autouse=True)
+def _process_without_a_world() -> Iterator[None]:
+    if dist.is_initialized():
+        pytest.skip("a plan needs a process without a default process group")
+    yield
+    assert not dist.is_initialized()
+
+
+def job(**changes: object) -> PlanJob:
+    """Return a job on a tiny model of eight layers."""
+    fields = {"tokens_per_rank": 64, "length": 64, "memory": 2**34, "hardware": Hardware(), "settings": SETTINGS}
+    return PlanJob(model=family_dir("qwen3", num_hidden_layers=8), **{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["fsdp:d2t2", "fsdp:d2p2"])
+def test_few_layers_tell_the_costs_of_all(backend: str) -> None:
+    dims = ParallelDims.parse(backend)
+    full, short = job().plan(dims), job().plan(dims, UniformLayers.of(job().model))
+    for a, b in zip(full.stages, short.stages, strict=True):
+        assert counted(a) == counted(b)
+        assert a.trace.flops == pytest.approx(b.trace.flops)
+        assert a.nbytes == pytest.approx(b.nbytes, rel=0.02)
+
+
+def counted(stage: Stage) -> dict[Collective, tuple[int, int]]:
+    """Return calls and bytes by kind."""
+    return {kind: (round(calls.count), round(calls.nbytes)) for kind, calls in stage.trace.collectives.items()}
+
+
+def test_recomputation_takes_less_memory_and_more_operations() -> None:
+    dims = ParallelDims.parse("fsdp:d64")
+    kept = job().plan(dims)
+    again = job(settings={**SETTINGS, "activation_checkpointing": "full"}).plan(dims)
+    assert again.largest.trace.memory["activations"] < 0.6 * kept.largest.trace.memory["activations"]
+    assert again.slowest.trace.flops > 1.1 * kept.slowest.trace.flops
+
+
+def test_bubble_is_idle_time_for_each_micro_batch() -> None:
+    plan = job(tokens_per_rank=256).plan(ParallelDims.parse("fsdp:d1p2"))
+    n_mbs = plan.slowest.trace.n_mbs
+    assert plan.bubble == 1 / n_mbs
+    assert plan.seconds == pytest.approx(plan.slowest.seconds * (1 + 1 / n_mbs))
+
+
+def test_collectives_of_parameters_overlap_and_others_do_not() -> None:
+    hardware = Hardware(node_gbps=1.0, network_gbps=0.25, ranks_per_node=8, latency_us=0.0)
+    calls = CollectiveCalls(1, 1e9)
+    collectives = {Collective("all_gather", "shards", 8, 1): calls, Collective("all_reduce", "tp", 2, 1): calls}
+    stage = Stage.of(0, Trace({}, collectives, 0.0, 0.5, 1), hardware)
+    assert (stage.exposed, stage.overlapped) == pytest.approx((1.0, 0.875))
+    assert stage.seconds == pytest.approx(1.5)
+    # Over several nodes, a group with one rank on each uses one network card, and with two on each, two.
+    assert hardware.collective_seconds("all_gather", 1e9, 4, 8) == pytest.approx(0.75 / 0.25)
+    assert hardware.collective_seconds("all_gather", 1e9, 4, 4) == pytest.approx(0.75 / 0.5)
+
+
+def test_layout_fills_the_world() -> None:
+    assert str(with_world_size(ParallelDims.parse("fsdp:t8p2"), 1024)) == "fsdp:d64p2t8"
+    with pytest.raises(ValueError, match="world_size = 100 with backend"):
+        with_world_size(ParallelDims.parse("fsdp:t8"), 100)
+
+
+def test_command_prints_the_plan_and_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    model = family_dir("qwen3")
+    options = ["--model", model, "--backend", "fsdp:t2", "--world-size", "4", "--sequence", "64"]
+    assert run_plan([*options, "--tokens-per-rank", "64", "--layouts", "2", "dtype=bfloat16"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "fsdp:d2t2, ",
+        "assumed: 590 TFLOP/s",
+        "peak memory of rank 0",
+        "all_gather     shards",
+        "layouts that fit",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--backend", "fsdp:t8"], "does not divide over 8 tensor-parallel ranks"),
+        (["--backend", "megatron:t2"], "plans run the code of the fsdp engine"),
+        (["--backend", "fsdp:t2", "--sequence", "4096"], "less than one sequence of 4096"),
+        (["--backend", "fsdp:t2", "lora.rank=8"], "lora"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", family_dir("qwen3"), "--world-size", "16", "--tokens-per-rank", "64", "--sequence", "64"]
+    assert run_plan([*given, "--layouts", "0", *options]) == 1
+    assert error in capsys.readouterr().err
