@@ -6,11 +6,13 @@ python -m benchmarks.dispatch, with the extra ray
 from __future__ import annotations
 
 import pickle
+import queue
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -26,6 +28,7 @@ from areal.dispatch.executor import RankObjects
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.ray.actor import RankProcess
 from areal.dispatch.ray.processes import Processes
+from areal.dispatch.ray.replies import Call, Replies
 from areal.dispatch.ray.watch import Limits, Watch
 from areal.dispatch.shards import plan_shards
 from areal.dispatch.wire import pack_tensors, unpack_tensors
@@ -155,6 +158,25 @@ def nothing(rank_objects: RankObjects, _: None) -> None:
     """Return at once."""
 
 
+def read_ms(refs: list[ray.ObjectRef]) -> tuple[float, float]:
+    """Return the milliseconds in which replies are read that have arrived: by one ``ray.get``, and as the replies of a call."""
+    ray.wait(refs, num_returns=len(refs))
+    events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    replies, call = Replies(events.put, lambda: None), Call("nothing", [None] * len(refs), dict(enumerate(refs)))
+    start = time.perf_counter()
+    replies.send(call, partial(replies.add, call))
+    while not call.future.done():
+        seconds = replies.due - time.monotonic()
+        if seconds > 0:
+            with suppress(queue.Empty):
+                events.get(timeout=min(seconds, 1.0))()
+        else:
+            replies.take_arrived()
+    middle = time.perf_counter()
+    ray.get(refs)
+    return 1e3 * (time.perf_counter() - middle), 1e3 * (middle - start)
+
+
 def print_scale(size: int) -> None:
     """Print what a call on many ranks costs the driver, and the same calls by Ray alone. Two processes reply for all ranks."""
     processes = [_Rank.remote(0, 2**20) for _ in range(2)]
@@ -183,6 +205,11 @@ def print_scale(size: int) -> None:
         print(
             f"{size} ranks, {name}: send {send:.0f} ms, collect {collect:.0f} ms, driver {cpu / size:.3f} ms of CPU time per rank"
         )
+    rows = [read_ms([actor.run.remote("nothing", pickled, None) for actor in actors]) for _ in range(ROUNDS)][2:]
+    alone, own = (statistics.median(column) for column in zip(*rows, strict=True))
+    print(
+        f"{size} replies that have arrived: {own:.1f} ms, {own / alone:.1f} times one ray.get of them ({alone:.1f} ms)"
+    )
     watch.end(RuntimeError("the benchmark has ended"))
     watch.join()
 

@@ -26,16 +26,23 @@ _refs: WeakValueDictionary[int, Ref] = WeakValueDictionary()
 
 
 class Ref:
-    """A reference to a value that a test sets. Its pickle has no value."""
+    """A reference to a value that a test sets. Its pickle has no value.
+
+    Attributes:
+        its: future of the value.
+        callbacks: futures that were made, each of which costs Ray a callback.
+    """
 
     def __init__(self, value: Any = None, *, ready: bool = True) -> None:
         self.its: Future[Any] = Future()
+        self.callbacks = 0
         self.number = next(_numbers)
         _refs[self.number] = self
         if ready:
             self.its.set_result(value)
 
     def future(self) -> Future[Any]:
+        self.callbacks += 1
         return self.its
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,7 +136,8 @@ class PromptRank(SilentRank):
     """A rank that replies at once, without a value."""
 
     def _run(self, what: str, pickled: Any, argument: Any) -> Ref:
-        return Ref(Reply(VALUE))
+        self.replies.append(Ref(Reply(VALUE)))
+        return self.replies[-1]
 
 
 class WorkingRank(SilentRank):

@@ -69,7 +69,6 @@ def counted_lines() -> Iterator[Callable[[], int]]:
 def lines_per_rank(size: int) -> float:
     """Return the lines that the driver runs for a call, divided by the ranks."""
     with counted_lines() as lines, simulated([PromptRank() for _ in range(size)]) as workers:
-        workers.watch.submit("set_lr", None, [None] * size).result()
         before = lines()
         workers.watch.submit("set_lr", None, [None] * size).result()
         return (lines() - before) / size
@@ -80,6 +79,15 @@ def test_lines_of_a_call_grow_linearly(simulated_ray: SimulatedRay) -> None:
     assert few < 100
     for size in RANKS[1:]:
         assert lines_per_rank(size) <= 1.2 * few
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_few_replies_cost_a_callback_of_ray(simulated_ray: SimulatedRay, size: int) -> None:
+    """A callback costs six times as much as reading one of many values: all of them would exceed four times one ``ray.get``."""
+    with simulated([PromptRank() for _ in range(size)]) as workers:
+        workers.watch.submit("set_lr", None, [None] * size).result()
+        assert sum(rank.replies[0].callbacks for rank in workers.ranks) <= 2 * module.WATCHED
+        assert simulated_ray.read <= size
 
 
 def test_cpu_time_of_a_call_is_within_the_limit_per_rank(simulated_ray: SimulatedRay) -> None:
@@ -138,7 +146,7 @@ def test_error_of_one_rank_of_many_shortens_the_wait_for_the_others(simulated_ra
         late = workers.ranks[700].replies
         late[0].its.set_result(Reply(VALUE))
         late[1].its.set_result(Reply(None, "ValueError", "too long"))
-        wait_until(second.done, "the calls have ended", PROMPTLY)
+        wait_until(lambda: first.done() and second.done(), "the calls have ended", PROMPTLY)
         with pytest.raises(WorkerLostError, match=r"rank 0 .*has not moved for 0.3 s"):
             first.result(0)
         with pytest.raises(ValueError, match=r"(?s)rank 700: too long\nAnd: rank 0 "):
