@@ -1,6 +1,7 @@
 """Causal attention over packed sequences, ``[T, heads, dim]`` in and out, independent of models and ranks.
 
-On a GPU in half precision: flash_attn if installed, else torch's ``varlen_attn``. Otherwise: scaled dot-product attention
+On a GPU in half precision: flash_attn if installed, else torch's ``varlen_attn``, which on a Hopper GPU may be
+FlashAttention 3. Otherwise: scaled dot-product attention
 on one run of segments of equal size at a time, so that neither a ``T x T`` mask nor padding is allocated.
 """
 
@@ -21,12 +22,15 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from areal.engine.attention.capability import activate_flash_attention_3, runs_varlen
+from areal.engine.attention.sinks import SUPPORTED as SINKS_SUPPORTED
+from areal.engine.attention.sinks import SinkAttention, TorchVarlen
+
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
 
-_FLASH_HEAD_DIM = 256  # largest head dim of the variable-length kernels
 _VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 _BLOCK = 512
 """Queries in a block if a mask must be materialized. Bounds the mask to ``_BLOCK`` rows."""
@@ -200,23 +204,29 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, option
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the kernel of :func:`packed_attention` for ordinary layers, without sinks, soft caps and large heads."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+    """Return the kernel of :func:`packed_attention` for ordinary layers, without soft caps and large heads."""
+    if not runs_varlen(device, dtype, head_dim=8):
         return "torch scaled_dot_product_attention"
+    if activate_flash_attention_3(device):
+        return "torch varlen_attn, FlashAttention 3"
     return "torch varlen_attn" if flash_attn_varlen_func is None else "flash_attn"
 
 
 def _runs_varlen(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Return whether a variable-length kernel supports these tensors and options."""
-    return (
-        # On the meta device, shapes and costs are those of a GPU.
-        (q.is_cuda or q.is_meta)
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM
-        and options.sinks is None
+    if options.sinks is not None:
+        supported = SINKS_SUPPORTED and options.softcap is None
+    else:
         # Only flash_attn has a softcap.
-        and (options.softcap is None or flash_attn_varlen_func is not None)
-    )
+        supported = options.softcap is None or flash_attn_varlen_func is not None
+    return supported and runs_varlen(q.device, q.dtype, max(q.shape[2], v.shape[2]))
+
+
+def _runs_flash_attn(q: Tensor, options: AttentionOptions) -> bool:
+    """Return whether the flash_attn package computes what a variable-length kernel supports."""
+    if flash_attn_varlen_func is None or options.sinks is not None:
+        return False
+    return options.softcap is not None or not activate_flash_attention_3(q.device)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
@@ -228,7 +238,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
     # The kernels count the keys to the left of the query's own key; -1 means no limit.
     left = -1 if options.window is None else options.window - 1
     ends = (segments.cu_q, segments.cu_k, max(segments.q_lens), max(segments.k_lens))
-    if flash_attn_varlen_func is not None:
+    if _runs_flash_attn(q, options):
         deterministic = torch.are_deterministic_algorithms_enabled()
         out = flash_attn_varlen_func(
             q,
@@ -247,7 +257,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
             grouped["enable_gqa"] = k.shape[1] != q.shape[1]
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0), **grouped)
+        if options.sinks is not None:
+            out = SinkAttention.apply(q, k, v, options.sinks, TorchVarlen(ends, options.scale, left, grouped))
+        else:
+            out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0), **grouped)
     return out[..., :head_dim]
 
 

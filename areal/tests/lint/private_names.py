@@ -46,6 +46,9 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
         _STAGE,
         (2, 12),
     ),  # 2.11 has _validate_fwd_outputs, which refuses the loss of the last stage
+    # attention
+    "_varlen_attn": ("torch.nn.attention.varlen", _OLD),
+    "_varlen_attn_backward": ("torch.nn.attention.varlen", _OLD),
     # process groups and tensors
     "_pg_registry": ("torch.distributed.device_mesh:DeviceMesh", _OLD),
     "_new_process_group_helper": (_C10D, _OLD),

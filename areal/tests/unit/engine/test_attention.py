@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from areal.engine.attention import kernels
+from areal.engine.attention import capability, kernels
 from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
 
 
@@ -232,6 +232,9 @@ def test_flash_attn_call_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_varlen_kernels_run_supported_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "compute_capability", lambda device: (8, 0))
+    capability._missing.cache_clear()
+
     def runs(dtype: torch.dtype = torch.bfloat16, width: int = 64, device: str = "cuda", **options: Any) -> bool:
         q = torch.empty(1, 1, width, dtype=dtype, device=device)
         return kernels._runs_varlen(q, q, AttentionOptions(scale=1.0, **options))
@@ -246,4 +249,5 @@ def test_varlen_kernels_run_supported_configurations(monkeypatch: pytest.MonkeyP
             assert not runs(torch.float64)
             assert not runs(width=264)
             assert not runs(device="cpu")
-            assert not runs(sinks=torch.empty(1))
+            assert runs(sinks=torch.empty(1))
+            assert not runs(sinks=torch.empty(1), softcap=2.0)

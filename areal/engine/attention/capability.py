@@ -1,0 +1,78 @@
+"""Choice of attention kernels by what a GPU supports: compute capability, dtype and head dim."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+import torch.distributed as dist
+from torch.nn import attention
+
+logger = logging.getLogger(__name__)
+
+FLASH_HEAD_DIM = 256  # largest head dim of the variable-length kernels
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_2 = (8, 0)  # Ampere
+_HOPPER = 9  # major compute capability of the GPUs that FlashAttention 3 has kernels for
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU; ``None`` for other GPUs, whose numbers mean something else."""
+    return None if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def runs_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether a variable-length kernel supports these tensors. Logs once why a GPU's kernels do not."""
+    if device.type == "meta":
+        # In a plan, shapes and costs are those of a GPU.
+        return dtype in _FLASH_DTYPES and head_dim <= FLASH_HEAD_DIM
+    if device.type != "cuda":
+        return False
+    reason = _missing(device, dtype, head_dim)
+    if reason is not None:
+        _warn_once(reason)
+    return reason is None
+
+
+@functools.cache
+def activate_flash_attention_3(device: torch.device) -> bool:
+    """Let torch's attention call FlashAttention 3 if the GPU and the installed packages have it. Tried once per device.
+
+    By torch's own switch, ``torch.nn.attention.activate_flash_attention_impl``, which holds for the whole process. An
+    implementation that the caller activated before stays.
+    """
+    capability = compute_capability(device) if device.type == "cuda" else None
+    if capability is None or capability[0] != _HOPPER:
+        return False
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    if current is not None:
+        return bool(current == "FA3")
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+        _warn_once(
+            f"FlashAttention 3 cannot be activated ({error}): install flash_attn_interface to speed up attention"
+        )
+        return False
+    return True
+
+
+@functools.cache
+def _missing(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why no variable-length kernel of a GPU supports these tensors, or ``None``."""
+    instead = "packed sequences of equal length run together in scaled_dot_product_attention instead"
+    if dtype not in _FLASH_DTYPES:
+        return f"dtype = {dtype}: flash attention needs float16 or bfloat16; {instead}"
+    if head_dim > FLASH_HEAD_DIM:
+        return f"head dim = {head_dim}: flash attention supports at most {FLASH_HEAD_DIM}; {instead}"
+    capability = compute_capability(device)
+    if capability is not None and capability < _FLASH_2:
+        return f"compute capability {capability[0]}.{capability[1]}: flash attention needs at least 8.0; {instead}"
+    return None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("%s", text)
