@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from areal.api.parallel import ParallelDims
 from areal.utils.collectives import ExchangeRows, exchange_counts
 from areal.utils.dtensor import local_part
+from areal.utils.platform import is_planned
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the stacked weights of experts in transformers: ``[E, 2 I, H]`` and ``[E, H, I]``."""
@@ -256,7 +257,7 @@ class Dispatch:
 
 def _read_counts(counts: Tensor, n_rows: int) -> list[list[int]]:
     """Return ``[2, size]`` numbers of rows on the host. Without values, in a plan, ``n_rows`` are spread evenly over the ranks."""
-    if not counts.is_meta:
+    if not is_planned():
         return counts.tolist()
     size = counts.shape[1]
     return [[n_rows // size + (rank < n_rows % size) for rank in range(size)]] * 2
