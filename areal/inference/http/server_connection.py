@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import httpx2
+import aiohttp
 from pydantic import ValidationError
+from yarl import URL
 
 from areal.inference.http.servers.http_call import Anything, HTTPCall, ReplyBody
 
 R = TypeVar("R", bound=ReplyBody)
-Trace = Callable[[str, Any], Awaitable[None]]
 
 HEALTH = HTTPCall.get("/health", Anything)
 """Request that a healthy server answers at once, also while it generates."""
@@ -27,8 +27,7 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
 """Seconds without new requests after the first fault, doubled with each further fault in a row, up to the maximum."""
 _KEEPALIVE_SECONDS = 3.0
 """Seconds that an idle TCP connection is kept. Servers close it after 5, and may do so when a request is on its way."""
-_POOLS = 16
-"""Number of pools of TCP connections. For each request, a pool looks at all of its connections."""
+_JSON = {"content-type": "application/json"}
 _SHOWN = 300
 """Maximum number of characters of a server's reply in an error message."""
 
@@ -67,22 +66,6 @@ class UnexpectedStatus(StatusError, RuntimeError):
     """Any other status."""
 
 
-class _Pool:
-    """TCP connections, and the number of requests that run on them."""
-
-    def __init__(self, url: str, headers: Mapping[str, str] | None, verify: ssl.SSLContext | bool) -> None:
-        self.running = 0
-        self.http = httpx2.AsyncClient(
-            base_url=url,
-            headers=headers,
-            limits=httpx2.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS
-            ),
-            trust_env=False,  # servers are in the cluster: no proxy
-            verify=verify,
-        )
-
-
 class ServerConnection:
     """Sends requests to one server. All methods run on one event loop.
 
@@ -101,8 +84,23 @@ class ServerConnection:
         self.backoff_until = 0.0
         self.away_since: float | None = None
         self._faults = 0
-        verify = httpx2.create_ssl_context() if self.url.startswith("https") else False
-        self._pools = [_Pool(self.url, headers, verify) for _ in range(_POOLS)]
+        self._headers = headers
+        self._http: aiohttp.ClientSession | None = None  # made on the event loop
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Return the TCP connections, of which as many are open as there are requests."""
+        if self._http is None:
+            traced = aiohttp.TraceConfig()
+            traced.on_connection_create_end.append(_note_connection)
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+                trace_configs=[traced],
+                trust_env=False,  # servers are in the cluster: no proxy
+            )
+        return self._http
 
     async def send(self, call: HTTPCall[R], seconds: float | None, on_connect: Callable[[], None] | None = None) -> R:
         """Send one request, without retries. Errors name the server and the route.
@@ -117,43 +115,42 @@ class ServerConnection:
             RejectedCall: the server rejects the request (400, 413, 422).
             RuntimeError: any other status (:class:`UnexpectedStatus`), or a reply that does not have the documented form.
         """
-        # The pool is unbounded, so waiting for a connection needs no limit.
-        connect = _CONNECT_SECONDS if seconds is None else min(seconds, _CONNECT_SECONDS)
-        timeout = httpx2.Timeout(seconds, connect=connect, pool=None)
-        extensions = {} if on_connect is None else {"trace": _observer(on_connect)}
-        body = None if call.method == "GET" else call.body.model_dump(mode="json", exclude_none=True)
-        pool = min(self._pools, key=lambda each: each.running)
-        pool.running += 1
+        body = None if call.method == "GET" else call.body.model_dump_json(exclude_none=True).encode()
         try:
-            async with asyncio.timeout(seconds):
-                answer = await pool.http.request(
+            async with (
+                asyncio.timeout(seconds),
+                self._session().request(
                     call.method,
-                    call.route,
-                    json=body,
-                    params=dict(call.query),
-                    timeout=timeout,
-                    extensions=extensions,
-                )
-        except (TimeoutError, httpx2.TimeoutException) as error:
+                    URL(self.url + call.route, encoded=True),
+                    params=call.query or None,
+                    data=body,
+                    headers=None if body is None else _JSON,
+                    allow_redirects=False,
+                    trace_request_ctx=on_connect,
+                ) as answer,
+            ):
+                status, content = answer.status, await answer.read()
+        except TimeoutError as error:
             self._miss()
-            raise Unavailable(f"{self.url}{call.route}: no answer within {seconds or connect:.3g} s") from error
-        except httpx2.TransportError as error:
+            raise Unavailable(
+                f"{self.url}{call.route}: no answer within {seconds or _CONNECT_SECONDS:.3g} s"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
             self._miss()
             raise Unavailable(f"{self.url}{call.route}: {type(error).__name__}: {error}") from error
-        finally:
-            pool.running -= 1
         self.away_since = None
-        # Server errors may be retried; rejected requests may not.
-        report = f"{self.url}{call.route}: status {answer.status_code}: {answer.text[:_SHOWN]}"
-        if answer.status_code >= 500:
-            self._back_off()
-            raise Unavailable(report, answer.status_code, answer.text)
-        if answer.status_code in (400, 413, 422):
-            raise RejectedCall(report, answer.status_code, answer.text)
-        if answer.status_code != 200:
-            raise UnexpectedStatus(report, answer.status_code, answer.text)
+        if status != 200:
+            raise self._refusal(call.route, status, content.decode(errors="replace"))
         self._faults = 0
-        return self._read(call, answer.content)
+        return self._read(call, content)
+
+    def _refusal(self, route: str, status: int, text: str) -> Exception:
+        """Return the error of a reply with another status than 200. Server errors may be retried; rejected requests may not."""
+        report = f"{self.url}{route}: status {status}: {text[:_SHOWN]}"
+        if status >= 500:
+            self._back_off()
+            return Unavailable(report, status, text)
+        return (RejectedCall if status in (400, 413, 422) else UnexpectedStatus)(report, status, text)
 
     async def send_patiently(
         self, call: HTTPCall[R], silence: float, on_connect: Callable[[], None], on_life: Callable[[], None]
@@ -221,8 +218,8 @@ class ServerConnection:
 
     async def close(self) -> None:
         """Close the connections."""
-        for pool in self._pools:
-            await pool.http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
     def _read(self, call: HTTPCall[R], content: bytes) -> R:
         """Parse and validate a reply."""
@@ -256,11 +253,7 @@ class ServerConnection:
         self.backoff_until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
 
 
-def _observer(on_connect: Callable[[], None]) -> Trace:
-    """Return a function that httpx calls with the events of a request."""
-
-    async def observe(event: str, _: Any) -> None:
-        if event == "connection.connect_tcp.complete":
-            on_connect()
-
-    return observe
+async def _note_connection(_: Any, context: SimpleNamespace, __: Any) -> None:
+    """Tell the sender of a request that it has opened a TCP connection."""
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx()

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
-import httpx2
-
 from areal.api.weights import UpdateKind, WeightUpdateMeta
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier, in_thread
@@ -284,7 +282,7 @@ def is_gone(error: BaseException | None) -> bool:
     """Return True for the error of a request whose connection was refused or closed. A time limit may be the fault of another server."""
     if not isinstance(error, Unavailable) or error.status is not None:
         return False
-    return not isinstance(error.__cause__, TimeoutError | httpx2.TimeoutException)
+    return not isinstance(error.__cause__, TimeoutError)
 
 
 class Members:

@@ -30,14 +30,18 @@ from areal.inference.http.servers.vllm_schemas import (
     VLLMCompletion,
     VLLMGenerate,
     VLLMGenerated,
+    VLLMGeneratedTop,
     VLLMLoadAdapter,
     VLLMPaused,
+    VLLMPosition,
     VLLMReload,
     VLLMReloadArguments,
     VLLMReloaded,
     VLLMResumed,
     VLLMSampling,
     VLLMServerInfo,
+    VLLMTokenLogProb,
+    VLLMTokensChoice,
 )
 from areal.inference.protocol import FinishReason, Sampling, TopTokens
 from areal.utils.seeding import mixed
@@ -293,18 +297,24 @@ class VLLMTokenRoutes(VLLMRoutes):
         top = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
         drawn = VLLMSampling(**_drawing(sampling, generated, seed), logprobs=top, detokenize=bool(sampling.stop))
         body = VLLMGenerate(request_id=name, model=self._model, token_ids=list(prompt), sampling_params=drawn)
-        return HTTPCall("/inference/v1/generate", body, VLLMGenerated)
+        return HTTPCall("/inference/v1/generate", body, VLLMGeneratedTop if top else VLLMGenerated)
 
     def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:
-        choice = expect(VLLMGenerated, reply).choices[0]
-        drawn = choice.logprobs.content if choice.logprobs is not None else []
-        if [each.token_id for each in drawn] != choice.token_ids:
+        if not sampling.top_logprobs:
+            return self._read(expect(VLLMGenerated, reply).choices[0], ())
+        choice = expect(VLLMGeneratedTop, reply).choices[0]
+        content = choice.logprobs.content if choice.logprobs is not None else []
+        rows = [{entry["token_id"]: entry["logprob"] for entry in each["top_logprobs"]} for each in content]
+        return self._read(choice, tuple(_most_likely(row, sampling.top_logprobs) for row in rows))
+
+    def _read(
+        self, choice: VLLMTokensChoice[VLLMTokenLogProb] | VLLMTokensChoice[VLLMPosition], top: tuple[TopTokens, ...]
+    ) -> ReplyPart:
+        """Return the tokens of a reply with their log-probs and labels."""
+        drawn: Sequence[VLLMTokenLogProb] = choice.logprobs.content if choice.logprobs is not None else []
+        if [each["token_id"] for each in drawn] != choice.token_ids:
             raise ValueError("choices[0].logprobs.content are not of choices[0].token_ids")
-        logprobs = tuple(each.logprob if each.logprob > _NOTHING else -math.inf for each in drawn)
-        top: tuple[TopTokens, ...] = ()
-        if sampling.top_logprobs:
-            rows = [{entry.token_id: entry.logprob for entry in each.top_logprobs} for each in drawn]
-            top = tuple(_most_likely(row, sampling.top_logprobs) for row in rows)
+        logprobs = tuple([each["logprob"] if each["logprob"] > _NOTHING else -math.inf for each in drawn])
         return _part(choice, logprobs, labels_of(choice.weight_versions), top)
 
 

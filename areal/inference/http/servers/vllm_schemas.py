@@ -9,9 +9,10 @@ Taken from the project's public documentation and sources, and checked against a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from areal.inference.http.servers.http_call import LabelSpan, LogProb, ReplyBody, RequestBody, TokenId
 
@@ -152,36 +153,47 @@ class VLLMGenerate(RequestBody):
     sampling_params: VLLMSampling
 
 
-class VLLMTokenLogProb(ReplyBody):
-    """A token and its log-prob."""
+class VLLMTokenLogProb(TypedDict):
+    """A token and its log-prob. A dict and not a class: a reply has one for each token."""
 
     token_id: TokenId
     logprob: LogProb
 
 
 class VLLMPosition(VLLMTokenLogProb):
-    """``choices[].logprobs.content[]``: a sampled token. The first of ``top_logprobs`` is this token, which counts."""
+    """``choices[].logprobs.content[]`` with the most likely tokens. The first of them is the sampled token, which counts."""
 
-    top_logprobs: tuple[VLLMTokenLogProb, ...] = ()
+    top_logprobs: list[VLLMTokenLogProb]
 
 
-class VLLMTokenLogProbs(ReplyBody):
+P = TypeVar("P", bound=VLLMTokenLogProb)
+
+
+class VLLMTokenLogProbs(ReplyBody, Generic[P]):
     """``choices[].logprobs``."""
 
-    content: list[VLLMPosition]
+    content: list[P]
 
 
-class VLLMTokensChoice(VLLMChoiceBase):
+class VLLMTokensChoice(VLLMChoiceBase, Generic[P]):
     """``choices[]`` of ``/inference/v1/generate``."""
 
-    logprobs: VLLMTokenLogProbs | None
+    logprobs: VLLMTokenLogProbs[P] | None
     weight_versions: list[LabelSpan]
 
 
-class VLLMGenerated(ReplyBody):
+class VLLMGeneratedBase(ReplyBody, Generic[P]):
     """Reply of ``/inference/v1/generate``."""
 
-    choices: list[VLLMTokensChoice] = Field(min_length=1, max_length=1)
+    choices: list[VLLMTokensChoice[P]] = Field(min_length=1, max_length=1)
+
+
+class VLLMGenerated(VLLMGeneratedBase[VLLMTokenLogProb]):
+    """Reply of ``/inference/v1/generate`` without the most likely tokens."""
+
+
+class VLLMGeneratedTop(VLLMGeneratedBase[VLLMPosition]):
+    """Reply of ``/inference/v1/generate`` with the most likely tokens."""
 
 
 class VLLMModelConfig(ReplyBody):
