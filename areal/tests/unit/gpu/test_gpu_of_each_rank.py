@@ -145,6 +145,7 @@ def test_device_of_a_process(environment: dict[str, str], started: bool, index: 
     with (
         process_with(A, B, C, **environment),
         mock.patch.object(dist, "is_initialized", return_value=started),
+        mock.patch.object(dist, "get_backend", return_value=platform.WORLD),
         mock.patch.object(torch.cuda, "current_device", return_value=1),
     ):
         assert platform.current_device() == torch.device("cuda", index)
