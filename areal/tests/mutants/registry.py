@@ -11,6 +11,7 @@ import areal.tests.mutants.bugs.empty_ranks
 import areal.tests.mutants.bugs.faults
 import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
+import areal.tests.mutants.bugs.model.layers
 import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollouts.chat
