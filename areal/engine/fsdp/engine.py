@@ -37,6 +37,7 @@ from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
 from areal.engine.model.hub import max_positions, read_config
+from areal.engine.model.layers.replace import fuse_layers
 from areal.engine.model.media import check_media, media_tokens
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
 from areal.engine.moe.routing import ExpertRouting
@@ -222,6 +223,10 @@ class FSDPEngine(BaseTrainEngine):
             compile_layers(
                 [layer for chunk in chunks for layer in transformer_layers(chunk)], config.fsdp.compile_backend
             )
+        # Otherwise layers run as few operations. A pipeline stage has its own copies of modules, so that the cut comes first.
+        else:
+            for chunk in chunks:
+                fuse_layers(chunk.hf, hf_config.model_type)
         # Distribute each chunk. Routers are numbered over the full model.
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
             if fsdp_expert_info(layers).layers:

@@ -1,0 +1,1 @@
+"""Bugs of models and their layers that the suite must catch."""
