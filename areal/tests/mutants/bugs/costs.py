@@ -1,4 +1,4 @@
-"""Bugs of costs that the suite must catch: of memory, of waits of the host, and of their measurement."""
+"""Bugs of costs that the suite must catch: of memory, of waits of the host, of their measurement, and of plans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from areal.tests.mutants.planting import Function, mutant
 
 _OFFLOAD = "dist/step/test_memory.py::test_offload_uses_kept_memory_waits_once_and_returns_memory_to_the_device"
+PLAN = "unit/plan/test_plan.py::"
 
 
 @mutant("areal.engine.state:EngineState.offload", f"{_OFFLOAD}[*fsdp:d1]")
@@ -91,3 +92,28 @@ def reduction_counted_twice(right: Function) -> Function:
 def reductions_not_told_apart(right: Function) -> Function:
     """FSDP's reductions within a backward are counted as backward."""
     return lambda model, timer: None
+
+
+@mutant("areal.plan.trace:Trace.plus", PLAN + "test_few_layers_tell_the_costs_of_all[fsdp:d2t2]")
+def one_layer_is_left_out(right: Function) -> Function:
+    """The extrapolation misses the last layer."""
+    return lambda self, other, factor: right(self, other, factor - 1)
+
+
+@mutant(
+    "areal.plan.hardware:Hardware.collective_seconds",
+    PLAN + "test_collectives_of_parameters_overlap_and_others_do_not",
+)
+def every_collective_stays_on_a_node(right: Function) -> Function:
+    """Collectives over several nodes take as long as on one."""
+
+    def wrong(self, name: str, nbytes: float, size: int, stride: int) -> float:  # type: ignore[no-untyped-def]
+        return right(replace(self, network_gbps=self.node_gbps), name, nbytes, size, stride)
+
+    return wrong
+
+
+@mutant("areal.plan.planned_engine:PlannedEngine.optimizer_bytes", "dist/plan/test_against_gloo.py::*[w4-shards]")
+def one_moment(right: Function) -> Function:
+    """AdamW is planned with one moment instead of two."""
+    return lambda self: right(self) // 2
