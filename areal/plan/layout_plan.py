@@ -119,10 +119,12 @@ def plan_layout(
     dims = config.dims
     ranks_per_stage = dims.world_size // dims.pp
     stages = []
-    for stage in sorted({0, dims.pp // 2, dims.pp - 1}):
+    # The middle of a pipeline may have more layers than its ends, which the extrapolation takes into account.
+    middle = {dims.pp // 2} if layers is None else set()
+    for stage in sorted({0, dims.pp - 1} | middle):
         rank = stage * ranks_per_stage
         request = TraceRequest(config, workload, rank, hardware, memory)
-        found = trace(*request) if layers is None else layers.extrapolate(request, stage, trace)
+        found = trace(*request) if layers is None else layers.extrapolate(request, trace)
         stages.append(Stage.of(rank, found, hardware))
     return LayoutPlan(config, workload, tuple(stages), pipeline_bubble(config, stages[0].trace.n_mbs))
 

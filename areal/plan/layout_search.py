@@ -121,7 +121,7 @@ def layouts(job: PlanJob, backend: str, world_size: int) -> Iterator[ParallelDim
                 if left or not d:
                     continue
                 # One group of shards over all ranks, or replicas of a smaller one.
-                groups = {1, max(1, d * c // _LARGEST_SHARD_GROUP)}
+                groups = {1, max(1, d * c // _LARGEST_SHARD_GROUP)} if p == 1 else {1}
                 for r in sorted(r for r in groups if d % r == 0):
                     for e in (n for n in degrees if n == 1 or (experts and n <= experts and n >= node)):
                         if (d // r * c) % e == 0:
@@ -131,18 +131,30 @@ def layouts(job: PlanJob, backend: str, world_size: int) -> Iterator[ParallelDim
 def best_layouts(
     job: PlanJob, backend: str, world_size: int, layers: UniformLayers | None, progress: Callable[[str], None]
 ) -> list[LayoutPlan]:
-    """Return the plans of all layouts that the engine supports and that fit into memory, fastest first.
+    """Return the plans of layouts that the engine supports and that fit into memory, fastest first.
 
-    For each layout, activations are recomputed, or micro-batches are of one sequence, only if it does not fit otherwise.
+    For each layout, activations are recomputed, or micro-batches are of one sequence, only if it does not fit otherwise. Pipelines are left out
+    if a shorter one with the same other degrees fits, and its step is shorter than the computation with the bubble of the longer one.
     """
-    found = []
+    found: list[LayoutPlan] = []
+    shorter: dict[tuple[int, ...], LayoutPlan] = {}
     candidates = list(layouts(job, backend, world_size))
     for number, dims in enumerate(candidates):
+        degrees = (dims.tp, dims.cp, dims.ep)
+        known = shorter.get(degrees)
+        if known is not None and known.seconds <= known.slowest.trace.seconds * (1 + _least_bubble(dims)):
+            continue
         progress(f"layout {number + 1} of {len(candidates)}: {dims}")
         plan = _fitting(job, dims, layers)
         if plan is not None:
             found.append(plan)
+            shorter[degrees] = plan
     return sorted(found, key=lambda plan: plan.seconds)
+
+
+def _least_bubble(dims: ParallelDims) -> float:
+    """Return the bubble with as many micro-batches as the search takes, and -1 without a pipeline: all of those are tried."""
+    return (dims.pp - 1) / (_MICRO_BATCHES_PER_STAGE * dims.pp) if dims.pp > 1 else -1.0
 
 
 def _fitting(job: PlanJob, dims: ParallelDims, layers: UniformLayers | None) -> LayoutPlan | None:

@@ -69,12 +69,19 @@ class PlannedEngine(FSDPEngine):
         optimizer: Any = self._require_components().optimizer
         return 0 if optimizer is None else expected_state_bytes(optimizer.inner)
 
+    def gather_once(self) -> None:
+        """Gather every layer, as the first step of an engine does before its first forward."""
+        for module in self.chunks.modules():
+            if self.dims.pp == 1 and isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
+
     def run_step(self, mbs: MicroBatchList) -> None:
         """Run what ``train_batch`` runs on tensors: forward, backward and the reduction of all micro-batches, and the optimizer step."""
 
         def process(outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, None]:
-            assert_logprobs: Any = outputs.logprobs
-            return -assert_logprobs.sum(), None
+            logprobs: Any = outputs.logprobs
+            return -logprobs.sum(), None
 
         gradients = call_gradients(self._require_components(), None)
         gradients.begin()

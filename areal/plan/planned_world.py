@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -28,11 +29,14 @@ def planned_world(rank: int, size: int) -> Iterator[None]:
     if not hasattr(torch, "meta"):
         torch._register_device_module("meta", _device_module())
         dist.Backend.register_backend(platform.PLANNED, _make_group, extended_api=True, devices=["cpu", "meta"])
+    # The end of an engine collects garbage, which takes longer than a step with all of the imported modules in it.
+    gc.freeze()
     dist.init_process_group(platform.PLANNED, rank=rank, world_size=size, store=dist.HashStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        gc.unfreeze()
 
 
 def _make_group(common: Any, options: Any) -> Any:

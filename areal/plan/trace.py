@@ -75,9 +75,9 @@ class Trace:
 
 
 def trace_step(config: TrainEngineConfig, workload: Workload, rank: int, hardware: Hardware, memory: int) -> Trace:
-    """Run the second step of an engine on the meta device, as rank ``rank`` of its layout, and record it.
+    """Run a step of an engine on the meta device, as rank ``rank`` of its layout, and record it.
 
-    The first step gathers each layer once more.
+    Of a real engine it is the second step: the first one gathers each layer once more.
 
     Args:
         memory: bytes of a rank's device.
@@ -91,7 +91,7 @@ def trace_step(config: TrainEngineConfig, workload: Workload, rank: int, hardwar
         with engine:
             mbs = engine.microbatches(workload.batch())
             with StepRecorder(simulate=True):
-                engine.run_step(mbs)
+                engine.gather_once()
             rows = [chunk.hf.get_output_embeddings().weight for chunk in engine.chunks if chunk.has_head]
             vocab_rows = -(-rows[0].shape[0] // config.dims.tp) if rows else 0
             recorder = StepRecorder(simulate=True, seconds=hardware.operation_seconds, vocab_rows=vocab_rows)

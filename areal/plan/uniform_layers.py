@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,11 +40,8 @@ class UniformLayers:
         kinds = set(getattr(config, "layer_types", None) or ())
         return cls(path, len(layers)) if len(shapes) == 1 and len(kinds) <= 1 else None
 
-    def extrapolate(self, request: TraceRequest, stage: int, trace: Callable[..., Trace]) -> Trace:
-        """Return the trace of a stage of the full model.
-
-        Args:
-            stage: pipeline rank.
+    def extrapolate(self, request: TraceRequest, trace: Callable[..., Trace]) -> Trace:
+        """Return the trace of a stage of the full model, with the layers of the stage that has most.
 
         Raises:
             ValueError: the engine refuses the layout.
@@ -54,14 +52,16 @@ class UniformLayers:
             raise ValueError(
                 f"backend = '{dims}' has {chunks} stages, and the model {self.number} layers: choose a smaller p or v"
             )
-        # Layers of the chunks that this pipeline rank has.
         schedule, counts = choose_schedule(config), even_counts(self.number, chunks)
-        own = sum(count for chunk, count in enumerate(counts) if schedule.rank_of(chunk, dims.pp) == stage)
+        by_rank: Counter[int] = Counter()
+        for chunk, count in enumerate(counts):
+            by_rank[schedule.rank_of(chunk, dims.pp)] += count
+        most = max(by_rank.values())
         traces = []
         for per_chunk in (1, 2):
             short = config.model_copy(update={"path": self._with_layers(per_chunk * chunks)})
             traces.append(trace(*request._replace(config=short)))
-        return traces[0].plus(traces[1], (own - dims.vpp) / dims.vpp)
+        return traces[0].plus(traces[1], (most - dims.vpp) / dims.vpp)
 
     def _with_layers(self, number: int) -> str:
         """Return a directory with the configuration of the model, with another number of layers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from areal.cli.plan import run_plan
 from areal.plan.hardware import Hardware
 from areal.plan.layout_plan import Stage
 from areal.plan.layout_search import PlanJob, with_world_size
+from areal.plan.scaling_picture import save_scaling
 from areal.plan.step_recorder import Collective, CollectiveCalls
 from areal.plan.trace import Trace
 from areal.plan.uniform_layers import UniformLayers
@@ -96,6 +98,13 @@ def test_command_prints_the_plan_and_the_best_layouts(capsys: pytest.CaptureFixt
         "layouts that fit",
     ):
         assert words in text
+
+
+def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plans = [job().plan(with_world_size(ParallelDims.parse("fsdp:t2"), world)) for world in (2, 4)]
+    save_scaling(plans, tmp_path / "scaling.svg", "title")
+    assert (tmp_path / "scaling.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""Bytes that a rank of a layout holds between steps."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from areal.api import FinetuneSpec, TrainEngineConfig
+from areal.api.config import torch_dtype
+from areal.engine.model.hub import read_config
+from areal.plan.planned_engine import PlannedEngine
+from areal.plan.planned_world import planned_world
+
+
+def describe_state(config: TrainEngineConfig) -> str:
+    """Return a sentence about the bytes of parameters, gradients and optimizer state on a rank.
+
+    Those of the first rank of the FSDP engine are counted. Other engines, adapters, and a process in a world, get an even division.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(config.path))
+    parameters, ranks = sum(parameter.numel() for parameter in model.parameters()), config.dims.world_size
+    if config.dims.backend == "fsdp" and config.lora is None and not dist.is_initialized():
+        counted, nbytes = "rank 0", _first_rank_bytes(config)
+    else:
+        # Gradients of the reduce dtype, and two moments of the stored dtype.
+        stored, reduced = torch_dtype(config.master_dtype).itemsize, torch_dtype(config.grad_reduce_dtype).itemsize
+        trained = config.optimizer is not None and config.lora is None
+        counted, nbytes = (
+            "a rank, if evenly divided",
+            parameters * (stored + (reduced + 2 * stored if trained else 0)) // ranks,
+        )
+    return (
+        f"{parameters:,} parameters: weights, gradients and optimizer state take {nbytes / 2**30:.2f} GiB on {counted} of {ranks}; "
+        "activations come on top: areal plan predicts them"
+    )
+
+
+def _first_rank_bytes(config: TrainEngineConfig) -> int:
+    """Return the bytes of parameters, gradients and optimizer state of the first rank of an FSDP engine."""
+    fsdp = config.fsdp.model_copy(update={"compile": False})
+    with planned_world(0, config.dims.world_size):
+        engine = PlannedEngine(config.model_copy(update={"fsdp": fsdp}), memory=1 << 36)
+        engine.initialize(FinetuneSpec(total_train_steps=1))
+        with engine:
+            parameters, optimizer = engine.parameter_bytes(), engine.optimizer_bytes()
+    # Sharded gradients have the shape and the dtype of the parameters.
+    return parameters + (parameters if config.optimizer is not None else 0) + optimizer

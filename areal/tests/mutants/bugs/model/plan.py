@@ -1,0 +1,34 @@
+"""Bugs of plans that the suite must catch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from areal.tests.mutants.planting import Function, mutant
+
+PLAN = "unit/plan/test_plan.py::"
+
+
+@mutant("areal.plan.trace:Trace.plus", PLAN + "test_few_layers_tell_the_costs_of_all[fsdp:d2t2]")
+def one_layer_is_left_out(right: Function) -> Function:
+    """The extrapolation misses the last layer."""
+    return lambda self, other, factor: right(self, other, factor - 1)
+
+
+@mutant(
+    "areal.plan.hardware:Hardware.collective_seconds",
+    PLAN + "test_collectives_of_parameters_overlap_and_others_do_not",
+)
+def every_collective_stays_on_a_node(right: Function) -> Function:
+    """Collectives over several nodes take as long as on one."""
+
+    def wrong(self, name: str, nbytes: float, size: int, stride: int) -> float:  # type: ignore[no-untyped-def]
+        return right(replace(self, network_gbps=self.node_gbps), name, nbytes, size, stride)
+
+    return wrong
+
+
+@mutant("areal.plan.planned_engine:PlannedEngine.optimizer_bytes", "dist/plan/test_against_gloo.py::*[w4-shards]")
+def one_moment(right: Function) -> Function:
+    """AdamW is planned with one moment instead of two."""
+    return lambda self: right(self) // 2
