@@ -120,7 +120,6 @@ class ServeOptions:
 def run_serve(options: list[str]) -> None:
     """Run ``areal serve`` with the options of the command line."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each request to an inference server
     try:
         failure = _serve(parse_options(options))
     except (ValueError, OSError, RuntimeError) as error:
