@@ -60,6 +60,11 @@ def test_recomputation_takes_less_memory_and_more_operations() -> None:
     assert again.slowest.trace.flops > 1.1 * kept.slowest.trace.flops
 
 
+def test_state_is_two_moments_of_the_parameters() -> None:
+    memory = job().plan(ParallelDims.parse("fsdp:d2")).largest.trace.memory
+    assert memory["optimizer"] == 2 * memory["parameters"] > 0
+
+
 def test_bubble_is_idle_time_for_each_micro_batch() -> None:
     plan = job(tokens_per_rank=256).plan(ParallelDims.parse("fsdp:d1p2"))
     n_mbs = plan.slowest.trace.n_mbs
