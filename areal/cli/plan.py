@@ -26,7 +26,9 @@ def run_plan(options: Sequence[str]) -> int:
     """Print a plan. Returns the exit code: 1 if the plan is refused."""
     given, rest = _parser().parse_known_args(options)
     warnings.simplefilter("ignore", FutureWarning)
-    logging.getLogger("areal").setLevel(logging.ERROR)
+    log = logging.getLogger("areal")
+    level = log.level
+    log.setLevel(logging.ERROR)
     try:
         hardware = Hardware(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Hardware)})
         job = PlanJob(
@@ -42,6 +44,8 @@ def run_plan(options: Sequence[str]) -> int:
     except ValueError as error:
         print(f"areal plan: {error}", file=sys.stderr)
         return 1
+    finally:
+        log.setLevel(level)
     return 0
 
 

@@ -249,6 +249,8 @@ class StepSums:
 
     def add_routing(self, sums: Sequence[RoutingSums]) -> None:
         """Add the sums of the routers on every stage of every shard of the batch."""
+        if not any(its.terms or its.loads for its in sums):
+            return
         total = RoutingSums()
         for routing in sums:
             total.merge(routing)

@@ -103,7 +103,7 @@ def broadcast_results(
     if packed is None:
         kinds = (kind for _, _, kind in layouts)
         packed = PackedResults(
-            content, [x.cpu() if kind == "cpu" else x for x, kind in zip(tensors, kinds, strict=True)]
+            content, [x if x.device.type == kind else x.to(kind) for x, kind in zip(tensors, kinds, strict=True)]
         )
     return packed.value()
 

@@ -214,6 +214,8 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
 
 def _runs_varlen(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Return whether a variable-length kernel supports these tensors and options."""
+    if q.device.type == "cpu":
+        return False
     if options.sinks is not None:
         supported = SINKS_SUPPORTED and options.softcap is None
     else:

@@ -36,8 +36,8 @@ from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
+from areal.engine.model.fused_layers import fuse_layers
 from areal.engine.model.hub import max_positions, read_config
-from areal.engine.model.layers.replace import fuse_layers
 from areal.engine.model.media import check_media, media_tokens
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
 from areal.engine.moe.routing import ExpertRouting

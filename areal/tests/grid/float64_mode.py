@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal.engine.model import fused_layers
 from areal.engine.registry import engine_class, engine_names
 
 for _name in engine_names():  # before the mode is entered: on the CPU Megatron-Core installs its own ``Tensor.type``
@@ -44,6 +45,8 @@ def float64_everywhere() -> Iterator[None]:
             for name in ("softmax", "log_softmax"):
                 stack.enter_context(mock.patch.object(owner, name, _lift_dtype(getattr(owner, name))))
         stack.enter_context(mock.patch.object(torch, "arange", _lift_factory(torch.arange)))
+        fused = fused_layers.FUSED_NORM_DTYPES | {torch.float64}
+        stack.enter_context(mock.patch.object(fused_layers, "FUSED_NORM_DTYPES", fused))
         yield
 
 

@@ -98,6 +98,16 @@ def digest(key: Any) -> str:
 
 
 @contextmanager
+def no_world() -> Iterator[None]:
+    """Context of tests that need a process without a process group: skipped under torchrun. One that another test has left is destroyed."""
+    if "WORLD_SIZE" in os.environ:
+        pytest.skip("needs a process without a process group")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    yield
+
+
+@contextmanager
 def one_rank() -> Iterator[None]:
     """Context of tests that start engines of one rank in pytest itself: skipped under torchrun, and no process group remains."""
     if "WORLD_SIZE" in os.environ:

@@ -14,6 +14,7 @@ from areal.plan.hardware import Hardware
 from areal.plan.step_recorder import Collective, CollectiveCalls, StepRecorder
 from areal.plan.trace import Trace, Workload, trace_step
 from areal.tests.harness.tiny import config, family_dir, started
+from areal.tests.harness.world import no_world
 from areal.utils.distributed import is_rank
 from areal.utils.functional import logprobs
 
@@ -51,7 +52,8 @@ def plans(case: str) -> list[Trace]:
         pytest.skip("a plan needs a process without a world")
     backend, changes = settings_of(case)
     planned = config(backend, **changes, init_from_scratch=True)
-    return [trace_step(planned, WORKLOAD, rank, Hardware(), 2**34) for rank in range(4)]
+    with no_world():
+        return [trace_step(planned, WORKLOAD, rank, Hardware(), 2**34) for rank in range(4)]
 
 
 @pytest.mark.parametrize("case", list(CASES))

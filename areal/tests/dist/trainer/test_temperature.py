@@ -115,6 +115,8 @@ def test_rollouts_of_an_earlier_release_are_trained_with_new_ones() -> None:
         trainer.train(1)
         state = trainer.state_dict()
     waiting = state["runner"][0]["waiting"]
+    for name in ("numbers", "begun", "ahead"):
+        del state["runner"][0][name]
     # One group of the next batch waits, and the other is played after the resume.
     del waiting[1:]
     for sequence in waiting[0]["sequences"]:

@@ -101,7 +101,7 @@ def reductions_not_told_apart(right: Function) -> Function:
 _GATHERED = "dist/parallel/test_gathered_bytes.py::"
 
 
-@mutant("areal.utils.dtensor:gathered_dtype", _GATHERED + "test_half_the_bytes*[*fsdp:d2]")
+@mutant("areal.utils.dtensor:gathered_dtype", _GATHERED + "test_half_the_bytes*[*fsdp:p2]")
 def shards_gathered_before_the_cast(right: Function) -> Function:
     """A stream of weights in a narrower dtype gathers master weights."""
     return lambda own, wanted: own

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.huggingface import PACKED_ATTENTION
 from areal.engine.attention.token_stream import TokenStream
-from areal.engine.model.layers.replace import fuse_layers
+from areal.engine.model.fused_layers import fuse_layers
 
 TOKENS = 64
 SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}

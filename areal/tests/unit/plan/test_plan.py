@@ -19,15 +19,15 @@ from areal.plan.step_recorder import Collective, CollectiveCalls
 from areal.plan.trace import Trace
 from areal.plan.uniform_layers import UniformLayers
 from areal.tests.harness.tiny import family_dir
+from areal.tests.harness.world import no_world
 
 SETTINGS = {"dtype": "bfloat16", "optimizer": OptimizerConfig(lr=1e-3, lr_scheduler="constant")}
 
 
 @pytest.fixture(autouse=True)
 def _process_without_a_world() -> Iterator[None]:
-    if dist.is_initialized():
-        pytest.skip("a plan needs a process without a default process group")
-    yield
+    with no_world():
+        yield
     assert not dist.is_initialized()
 
 
@@ -58,6 +58,11 @@ def test_recomputation_takes_less_memory_and_more_operations() -> None:
     again = job(settings={**SETTINGS, "activation_checkpointing": "full"}).plan(dims)
     assert again.largest.trace.memory["activations"] < 0.6 * kept.largest.trace.memory["activations"]
     assert again.slowest.trace.flops > 1.1 * kept.slowest.trace.flops
+
+
+def test_state_is_two_moments_of_the_parameters() -> None:
+    memory = job().plan(ParallelDims.parse("fsdp:d2")).largest.trace.memory
+    assert memory["optimizer"] == 2 * memory["parameters"] > 0
 
 
 def test_bubble_is_idle_time_for_each_micro_batch() -> None:

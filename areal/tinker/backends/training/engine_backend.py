@@ -28,7 +28,6 @@ from areal.tinker.backends.training.adam import step_settings
 from areal.tinker.backends.training.adapter_memory import RankMemory, Slot, rank_memory, shortage
 from areal.tinker.backends.training.base_model import find_base_model, whole_parameters
 from areal.tinker.backends.training.engine_config import EngineBackendConfig
-from areal.tinker.backends.training.engine_errors import lost_error, protocol_errors
 from areal.tinker.backends.training.export import export_adapter
 from areal.tinker.backends.training.pass_memory import PassMemory
 from areal.tinker.backends.training.passes import (
@@ -36,9 +35,11 @@ from areal.tinker.backends.training.passes import (
     Pass,
     divide_into_calls,
     engine_samples,
+    lost_error,
     no_loss,
     no_weight,
     probe_pass,
+    protocol_errors,
     rounds_alike,
     run_passes,
     threads,

@@ -1,11 +1,13 @@
 """Forward and backward passes of requests: their data as samples of an engine, the call, and results in the forms of the data.
 
-Requests of several models share a call where that is faster. The functions at the end run on the ranks.
+Requests of several models share a call where that is faster. The functions at the end run on the ranks. Errors of an engine become those of
+the protocol.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +16,16 @@ import torch
 from torch import Tensor
 
 from areal.api import IGNORE_INDEX, Batch, ParallelDims, TokenOutputs, TrainEngine
-from areal.dispatch import WorkerGroup
+from areal.dispatch import Executor, WorkerGroup
+from areal.dispatch.errors import WorkerLostError
 from areal.engine.batch_rules import rules_of
 from areal.engine.model.hub import read_config
-from areal.tinker.backends.errors import UserError
+from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.losses.loss_interface import CLIP_KEYS, LossByModel, ProtocolLoss
 from areal.tinker.backends.losses.loss_table import make_loss
 from areal.tinker.backends.prepared import Datum, PassResult, PreparedBatch
 from areal.utils.data import ADAPTER
+from areal.utils.distributed import EngineLostError
 
 FEWEST_TOKENS = 4
 """Products of fewer rows round in another way than those of many."""
@@ -210,6 +214,43 @@ def _widened(values: np.ndarray, dtype: Any, width: int, fill: float) -> Tensor:
 def _tensor(values: np.ndarray, dtype: Any) -> Tensor:
     # Arrays of a request may be views of its bytes, which cannot be written: those are copied.
     return torch.from_numpy(np.require(values, dtype=dtype, requirements=["C", "W"]))
+
+
+def lost_error(cause: BaseException) -> BackendLostError:
+    """Return the error of all calls after the loss of the ranks."""
+    return BackendLostError(f"the training processes were lost, and all models with them: {cause}")
+
+
+@contextmanager
+def protocol_errors(executor: Executor) -> Iterator[None]:
+    """Raise errors of the engine inside as those of the protocol.
+
+    Args:
+        executor: processes of the ranks.
+
+    Raises:
+        UserError: the engine has refused its arguments.
+        BackendLostError: the ranks are lost.
+        ServerError: any other error.
+    """
+    try:
+        yield
+    except (UserError, ServerError):
+        raise
+    except (EngineLostError, WorkerLostError) as error:
+        raise lost_error(error) from error
+    except ValueError as error:
+        raise UserError(_in_terms_of_the_server(str(error))) from error
+    except Exception as error:
+        if executor.lost is not None:
+            raise lost_error(executor.lost) from error
+        raise ServerError(_in_terms_of_the_server(f"{type(error).__name__}: {error}")) from error
+
+
+def _in_terms_of_the_server(text: str) -> str:
+    """Return the text of an engine's error with the names of settings, and without its note on gradients, which are kept here."""
+    discarded = " (all pending gradients were discarded; the engine can be used for the next call)"
+    return text.replace(discarded, "").replace("mb_spec.max_tokens_per_mb", "backend_config.max_tokens_per_mb")
 
 
 def unit_weight(batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ LAYERS = "unit/engine/layers/test_layer_functions.py::"
 PARITY = LAYERS + "test_fused_models_agree_with_transformers_in_float64[qwen3]"
 
 
-@mutant("areal.engine.model.layers.norm:_inverse_rms", LAYERS + "test_gradient_of_the_norm*", PARITY)
+@mutant("areal.engine.model.fused_layers:_inverse_rms", LAYERS + "test_gradient_of_the_norm*", PARITY)
 def eps_outside_of_the_root(right: Function) -> Function:
     """The norm adds its eps to the root of the mean instead of the mean."""
 
@@ -21,25 +21,25 @@ def eps_outside_of_the_root(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.model.layers.norm:_grad_x", LAYERS + "test_gradient_of_the_norm*", PARITY)
+@mutant("areal.engine.model.fused_layers:_grad_x", LAYERS + "test_gradient_of_the_norm*", PARITY)
 def norm_backward_without_the_mean(right: Function) -> Function:
     """The norm's backward treats the root mean square as a constant."""
     return lambda grad_normed, normed, sums, rstd: grad_normed * rstd
 
 
-@mutant("areal.engine.model.layers.gated:silu_product", LAYERS + "test_gradient_of_the_gate", PARITY)
+@mutant("areal.engine.model.fused_layers:silu_product", LAYERS + "test_gradient_of_the_gate", PARITY)
 def gate_and_up_exchanged(right: Function) -> Function:
     """The activation is applied to the wrong projection."""
     return lambda gate, up: right(up, gate)
 
 
-@mutant("areal.engine.model.layers.rotary:_rotate", LAYERS + "test_gradient_of_the_rotation", PARITY)
+@mutant("areal.engine.model.fused_layers:_rotate", LAYERS + "test_gradient_of_the_rotation", PARITY)
 def rotation_backward_in_the_same_direction(right: Function) -> Function:
     """The backward of the rotary embedding rotates as the forward."""
     return lambda x, cos, sin, sign: right(x, cos, sin, 1)
 
 
-@mutant("areal.engine.model.layers.replace:fuse_layers", LAYERS + "test_layer_runs_few_operations_on_a_gpu", PARITY)
+@mutant("areal.engine.model.fused_layers:fuse_layers", LAYERS + "test_layer_runs_few_operations_on_a_gpu", PARITY)
 def layers_of_transformers_kept(right: Function) -> Function:
     """No layer is replaced."""
     return lambda model, model_type: 0

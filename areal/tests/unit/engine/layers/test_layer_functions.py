@@ -24,12 +24,9 @@ from areal.engine.attention import kernels
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.huggingface import PACKED_ATTENTION
 from areal.engine.attention.token_stream import TokenStream
+from areal.engine.model import fused_layers
 from areal.engine.model.forward_plan import TESTED_FAMILIES
-from areal.engine.model.layers import norm
-from areal.engine.model.layers.gated import silu_product
-from areal.engine.model.layers.norm import rms_norm
-from areal.engine.model.layers.replace import FUSED, fuse_layers
-from areal.engine.model.layers.rotary import apply_rotary_pos_emb
+from areal.engine.model.fused_layers import FUSED, apply_rotary_pos_emb, fuse_layers, rms_norm, silu_product
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import FAMILIES, tiny_model
 
@@ -268,7 +265,7 @@ def operations(layers: int, fused: bool) -> tuple[Counter[str], Counter[str]]:
     layout = ContextParallel(None).layout(TokenStream.of((20, 12), 32), "meta")
     with (
         mock.patch.object(kernels, "_runs_varlen", return_value=True),
-        mock.patch.object(norm, "_has_kernel", return_value=True),
+        mock.patch.object(fused_layers, "_has_kernel", return_value=True),
         mock.patch.object(F, "rms_norm", lambda x, shape, weight, eps: norm_kernel(x, weight)),
     ):
         with Operations() as forward:

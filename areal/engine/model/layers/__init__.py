@@ -1,1 +1,0 @@
-"""Layers of transformers' models as single functions with a hand-written backward."""
