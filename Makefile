@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-tpu test-verl test-skyrl test-trl test-agents test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-sglang test-tpu test-verl test-skyrl test-trl test-agents test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -105,6 +105,10 @@ test-kills: $(VENV)/.test ## Kill a Tinker server 30 times and end it once; a cl
 test-vllm: $(VENV)/.test $(VENV)-vllm/.ready ## Run the tests that need a real vLLM server, on the CPU.
 	test -x $(VENV)-vllm/bin/python
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA areal/tests/vllm $(PYTEST_ARGS)
+
+test-sglang: $(VENV)/.test $(VENV)-sglang/.ready ## Run the tests that need a real SGLang server, on the CPU.
+	test -x $(VENV)-sglang/bin/python
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA areal/tests/sglang $(PYTEST_ARGS)
 
 test-verl: $(VENV)-verl/.ready ## Train with verl's own programs on our engines, and compare with verl's engine; on the CPU.
 	OMP_NUM_THREADS=1 $(VENV)-verl/bin/python -m pytest -q -rA areal/tests/verl $(PYTEST_ARGS)
@@ -209,6 +213,18 @@ $(VENV)-vllm/.ready:
 	.ci/venv $(PYTHON) $(VENV)-vllm
 	.ci/pip $(VLLM) || .ci/pip $(VLLM) --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec triton
+	touch $@
+
+# The wheel alone, whose requirements are for CUDA, and those of them that a text model imports on a CPU.
+SGLANG := torch==2.13.0 torchvision==0.28.0 triton==3.7.1 transformers==5.19.0 tokenizers==0.23.2 xgrammar==0.2.7 'llguidance>=1.7.6,<2' \
+  numba==0.65.1 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 openai==2.8.0 openai-harmony==0.0.4 outlines==0.1.11 soundfile==0.13.1 \
+  sentencepiece==0.2.1 blobfile==3.0.0 aiohttp anthropic datasets distro einops fastapi gguf interegular IPython msgspec ninja numpy \
+  nvidia-ml-py orjson packaging partial_json_parser pillow prometheus-client psutil pybase64 pydantic python-dateutil python-multipart \
+  pyzmq regex requests scipy setproctitle tiktoken tqdm uvicorn uvloop watchfiles xxhash zstandard
+$(VENV)-sglang/.ready:
+	.ci/venv $(PYTHON) $(VENV)-sglang
+	.ci/pip $(VENV)-sglang/bin/python --no-compile $(SGLANG)
+	.ci/pip $(VENV)-sglang/bin/python --no-compile --no-deps sglang==0.5.23
 	touch $@
 
 # verl imports the last four and does not declare them.

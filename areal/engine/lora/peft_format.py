@@ -67,8 +67,14 @@ def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
 
 
 def file_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json``. Arguments as for :func:`encode_files`."""
-    return {**plan.config, "base_model_name_or_path": base, "inference_mode": True}
+    """Return the content of ``adapter_config.json``. Arguments as for :func:`encode_files`.
+
+    It lists the layers. SGLang refuses an adapter whose ``target_modules`` is a regular expression.
+    """
+    names = [target.key for target in plan.targets]
+    return {**plan.config, "base_model_name_or_path": base, "inference_mode": True} | (
+        {"target_modules": names} if isinstance(plan.config["target_modules"], str) else {}
+    )
 
 
 def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dict[str, bytes]:

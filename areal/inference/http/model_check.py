@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +82,20 @@ class ModelCheck:
             return None
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         return tokenizer
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise if a prompt has a token that the model does not have. SGLang does not check, and such a token ends it.
+
+        Raises:
+            ValueError: it does; names the token and the size of the vocabulary.
+        """
+        shape = self._shape if self._model is not None else {} if self._first is None else self._first.shape
+        size = shape.get("vocab_size")
+        if isinstance(size, int) and not 0 <= min(prompt) <= max(prompt) < size:
+            token = max(prompt) if min(prompt) >= 0 else min(prompt)
+            raise ValueError(
+                f"prompt_ids has the token {token}, and the model a vocabulary of {size}: use the tokenizer of the model"
+            )
 
     async def check(self, url: str, served: ServedModel, ask: Ask, *, start: bool) -> None:
         """Raise if a server has another model or tokenizer.

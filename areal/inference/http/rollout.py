@@ -168,8 +168,9 @@ class HTTPRollout:
         """Generate an answer to a prompt. Cancelling the task aborts the request on the server.
 
         Raises:
-            ValueError: the prompt is empty, prompt and ``max_new_tokens`` together exceed the context, the dialect does not support the
-                sampling parameters, the request has stop strings and ``model`` no tokenizer, or the server rejects the request.
+            ValueError: the prompt is empty or has a token that the model does not have, prompt and ``max_new_tokens`` together exceed the
+                context, the dialect does not support the sampling parameters, the request has stop strings and ``model`` no tokenizer, or
+                the server rejects the request.
             RuntimeError: the engine is closed or asleep, or another rank has the servers. No attempt succeeded within ``deadline``, a reply
                 does not have the documented form, or the weights of a server give log-probs that are not finite; names the server.
         """
@@ -178,6 +179,7 @@ class HTTPRollout:
         if not self.owns_servers:
             raise RuntimeError("the first rank owns the servers, and this is another: only the first generates")
         prompt = checked_prompt(prompt_ids)
+        self._model.check_prompt(prompt)
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
         return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop))))
@@ -227,7 +229,7 @@ class HTTPRollout:
             version: version of these weights.
 
         Raises:
-            ValueError: the directory lacks a tensor of ``model``.
+            ValueError: the directory lacks a tensor of ``model``, or has it in another shape.
             RuntimeError: a server did not load them; lists the version of each server. A server that has its old version, or has loaded it
                 again, stays in use. One that may have some of the new weights is excluded until the next update. Servers that cannot be
                 reached are no error as long as one server has the weights. Or the engine is asleep.

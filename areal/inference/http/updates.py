@@ -153,7 +153,8 @@ class WeightUpdates:
         if not servers:
             return
         if self._dialect.adapter is None:
-            self._complete.check(Path(folder))
+            told = [server.routes.served for server in servers if server.routes is not None]
+            self._complete.check(Path(folder), fully=not all(each.checks_weights for each in told))
         faults = self._fleet.submit(self._fleet.load(folder, version)).result()
         # All servers had their attempt; report what each one serves now.
         refused = [
@@ -190,29 +191,36 @@ class Completeness:
         self._model = model
         self._replica: Replica | None = None
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path, *, fully: bool) -> None:
         """Raise if a directory lacks a weight.
 
-        A directory with names that the model does not have is left to the server, which says what does not fit.
+        Args:
+            folder: the directory.
+            fully: also look at a directory with names or shapes that the model does not have, but for a quantised model, which has others on
+                disk. False leaves it to the server, which says what does not fit.
 
         Raises:
-            ValueError: it does; names the first one.
+            ValueError: it does; names the first one, and the first tensor that does not fit.
         """
         if self._model is None or not folder.is_dir():
             return
         if self._replica is None:
+            self._config = read_config(self._model)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(read_config(self._model))
+                model = AutoModelForCausalLM.from_config(self._config)
             self._replica = Replica(model)
-        known, found = set(self._replica), set[str]()
+        fully = fully and getattr(self._config, "quantization_config", None) is None
+        known, found, misfit = set(self._replica), set[str](), ""
         with TensorFiles.of_model(folder) as files:
             for name in files:
                 try:
                     found.add(self._replica.resolve(name, files.shape(name)))
                 except ValueError:
-                    return
+                    if not fully:
+                        return
+                    misfit = misfit or f", and the model has no {name!r} of shape {list(files.shape(name))}"
         missing = sorted(known - found)
         if missing:
             raise ValueError(
-                f"{folder} lacks {missing[0]!r} and {len(missing) - 1} others: servers would keep their old values; send all tensors"
+                f"{folder} lacks {missing[0]!r} and {len(missing) - 1} others{misfit}: servers would keep their old values; send all tensors"
             )

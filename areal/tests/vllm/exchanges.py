@@ -112,7 +112,7 @@ class Record:
     """
 
     def __init__(self, call: Call, model: str, root: Path, *, long: int) -> None:
-        self.call, self.long = call, long
+        self.call, self.model, self.long = call, model, long
         self.folders = folders(model, root)
         self.adapter, self.large = (adapter_dir(model, LoRAConfig(rank=rank, alpha=16)) for rank in (8, 16))
         self.paths = {str(root): "FOLDER", self.adapter: "ADAPTER", self.large: "LARGE", model: "MODEL"}
@@ -323,29 +323,29 @@ def keys(record: Record, without_key: Call) -> None:
     record.rows["lists scale-out"] = {"listed": "/inference/v1/generate" in body["paths"], "status": status}
 
 
-def recorded() -> dict[str, Any]:
+def recorded(file: Path = RECORDED) -> dict[str, Any]:
     """Return the recorded answers, by topic and name."""
-    return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
-def write(topic: str, rows: dict[str, Any]) -> None:
+def write(topic: str, rows: dict[str, Any], file: Path = RECORDED) -> None:
     """Write the recorded answers of a topic: one line for each answer."""
     topics = []
-    for name, answers in {**recorded(), topic: rows}.items():
+    for name, answers in {**recorded(file), topic: rows}.items():
         lines = ",\n".join(f"{json.dumps(each)}: {json.dumps(row)}" for each, row in answers.items())
         topics.append(f"{json.dumps(name)}: {{\n{lines}\n}}")
-    RECORDED.write_text("{\n" + ",\n".join(topics) + "\n}\n")
+    file.write_text("{\n" + ",\n".join(topics) + "\n}\n")
 
 
-def differences(topic: str, rows: dict[str, Any]) -> list[str]:
+def differences(topic: str, rows: dict[str, Any], file: Path = RECORDED) -> list[str]:
     """Return the answers that differ from the recorded ones. Of the routes, those that are not in the record."""
-    expected = recorded()[topic]
+    expected = recorded(file)[topic]
     found = [f"no answer {name!r}" for name in expected.keys() - rows.keys()]
     for name, row in rows.items():
         if name == "routes":
             found += [f"route {each}" for each in row["body"]["paths"] if each not in expected[name]["body"]["paths"]]
         elif name not in expected:
-            found.append(f"{name!r} was never recorded: make test-vllm PYTEST_ARGS=--record")
+            found.append(f"{name!r} was never recorded: record the answers of the real server")
         elif row != expected[name]:
             found.append(f"{name!r}:\n  recorded {expected[name]}\n  answered {row}")
     return found

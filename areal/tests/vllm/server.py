@@ -102,6 +102,8 @@ class VLLMProcess:
         port: ``None`` for the first free one of :data:`PORTS`.
     """
 
+    kind, started, start_seconds = "vLLM", STARTED, START_SECONDS
+
     def __init__(
         self,
         model: str | None = None,
@@ -115,7 +117,7 @@ class VLLMProcess:
         port: int | None = None,
     ) -> None:
         self.model = model or served_model()
-        self.port, self._lock = _free_port(PORTS if port is None else [port])
+        self.port, self._lock = free_port(PORTS if port is None else [port])
         self.folder = Path(tempfile.mkdtemp(prefix="vllm-"))  # short: it has sockets
         mode = "processed_logprobs" if processed else "raw_logprobs"
         command = [str(PYTHON), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
@@ -153,7 +155,7 @@ class VLLMProcess:
 
     def start(self, *, wait: bool = True) -> None:
         """Start the processes, with the weights of :attr:`model`."""
-        self._starts = self.log.count(STARTED) + 1
+        self._starts = self.log.count(self.started) + 1
         with (self.folder / "log").open("a") as log:
             self.process = subprocess.Popen(
                 self.command, env=self.variables, stdout=log, stderr=log, start_new_session=True
@@ -167,13 +169,13 @@ class VLLMProcess:
         Raises:
             RuntimeError: it ended, or does not answer in time.
         """
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + self.start_seconds
         # Another server may answer on this port, while this one is about to find that it is taken.
-        while not (self.log.count(STARTED) == self._starts and self.healthy()):
+        while not (self.log.count(self.started) == self._starts and self.healthy()):
             if self.process.poll() is not None or time.monotonic() > end:
                 log = self.log
                 self.close()
-                raise RuntimeError(f"vLLM did not start:\n{log[-6000:]}")
+                raise RuntimeError(f"{self.kind} did not start:\n{log[-6000:]}")
             time.sleep(0.3)
         self._find_segments()
 
@@ -244,7 +246,7 @@ class VLLMProcess:
         return found
 
 
-def _free_port(ports: Iterable[int]) -> tuple[int, IO[str]]:
+def free_port(ports: Iterable[int]) -> tuple[int, IO[str]]:
     """Return a port that no other process uses or is about to use, and the locked file that says so."""
     for port in ports:
         lock = (Path(tempfile.gettempdir()) / f"vllm-port-{port}.lock").open("a")

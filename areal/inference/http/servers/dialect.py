@@ -59,11 +59,13 @@ class ServedModel:
         path: directory or hub name from which the server was started; ``None`` if unknown.
         max_context: maximum number of tokens of prompt and answer; ``None`` if unknown.
         adapter: name of a loaded adapter that answers requests, and that updates of the model would not replace; ``None`` for the model.
+        checks_weights: the server refuses a directory that has a weight under another name or in another shape, and goes on.
     """
 
     path: str | None = None
     max_context: int | None = None
     adapter: str | None = None
+    checks_weights: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
+
+from safetensors import safe_open
 
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.inference.http.servers.dialect import Ask, LabelRoutes, PauseRoutes, ReplyPart, ServedModel, SleepRoutes
@@ -40,6 +44,8 @@ from areal.inference.protocol import FinishReason, Sampling, TopTokens
 _OLDEST = (0, 5, 23)
 """Oldest release that is supported. Releases before it do not name the weights of each token, or have other routes."""
 
+_FACTOR = ".lora_A.weight"
+
 _ABORT = HTTPCall("/pause_generation", SGLangPause(mode="abort"), Anything)
 _RETRACT = HTTPCall("/pause_generation", SGLangPause(mode="retract"), Anything)
 _CONTINUE = HTTPCall("/continue_generation", Empty(), Anything)
@@ -49,7 +55,7 @@ class SGLang:
     """SGLang servers of release 0.5.23 or newer, which must run without ``SGLANG_RETURN_ORIGINAL_LOGPROB``.
 
     They respect seeds only with ``--enable-deterministic-inference``. With ``top_p`` or ``top_k``, log-probs are those of the distribution
-    over the tokens that these leave. The server rejects an answer at a position where more than ``--sampling-mask-max-tokens`` are left.
+    over the tokens that these leave. An answer with ``--sampling-mask-max-tokens`` of them at a position, or more, is a RuntimeError.
 
     An update of the model returns running requests to the queue, and they go on with the new weights. One of an adapter interrupts them.
 
@@ -86,8 +92,13 @@ class SGLang:
             )
         listed = await ask(HTTPCall.get("/v1/models", ModelList))
         lengths = [card.max_model_len for card in listed.data if card.parent is None] if listed is not None else []
-        served = ServedModel(info.model_path, lengths[0] if lengths else None)
-        return SGLangRoutes(self.adapter, served, weights_backup=self._weights_backup)
+        # A few tokens less than the context: longer prompts are refused, also those that continue an answer, and longer answers are cut.
+        context = min((each for each in (*lengths[:1], info.max_req_input_len) if each is not None), default=None)
+        # It loads a directory with another name, keeps the old values, and ends at another shape.
+        served = ServedModel(info.model_path, context, checks_weights=False)
+        return SGLangRoutes(
+            self.adapter, served, weights_backup=self._weights_backup, mask_tokens=info.sampling_mask_max_tokens
+        )
 
 
 class SGLangRoutes:
@@ -97,6 +108,7 @@ class SGLangRoutes:
         adapter: name under which updates load an adapter.
         served: what the server tells of its model.
         weights_backup: its weights survive a sleep.
+        mask_tokens: largest number of tokens in a sampling mask.
     """
 
     labels = LabelRoutes(
@@ -104,8 +116,8 @@ class SGLangRoutes:
         lambda label: HTTPCall("/update_weight_version", SGLangSetLabel(new_version=label), Anything),
     )
 
-    def __init__(self, adapter: str | None, served: ServedModel, *, weights_backup: bool) -> None:
-        self._adapter, self.served = adapter, served
+    def __init__(self, adapter: str | None, served: ServedModel, *, weights_backup: bool, mask_tokens: int) -> None:
+        self._adapter, self.served, self._mask_tokens = adapter, served, mask_tokens
         self._loaded: str | None = None  # adapter that answers
         # A request keeps its adapter to its end, and the next one cannot be loaded before.
         keeps = adapter is None
@@ -124,7 +136,8 @@ class SGLangRoutes:
             max_new_tokens=sampling.max_new_tokens - generated,
             temperature=sampling.temperature,
             top_p=sampling.top_p if truncated else 1.0,
-            top_k=sampling.top_k if truncated and sampling.top_k else -1,
+            # A mask needs a limit. An answer at which it changes the distribution is refused.
+            top_k=(sampling.top_k or self._mask_tokens) if truncated else -1,
             stop=list(sampling.stop) or None,
             stop_token_ids=list(sampling.stop_token_ids or ()),
             ignore_eos=sampling.stop_token_ids == (),  # it would disable stop_token_ids too
@@ -158,13 +171,19 @@ class SGLangRoutes:
                 f"meta_info.completion_tokens = {meta.completion_tokens}, and output_token_logprobs has {len(entries)} entries"
             )
         tokens = tuple(token for _, token, _ in entries)
-        logprobs = tuple(logprob for logprob, _, _ in entries)
+        logprobs = tuple(map(_number, (logprob for logprob, _, _ in entries)))
         top: tuple[TopTokens, ...] = ()
         if truncated:
+            masks = meta.output_token_sampling_mask or []
+            if not sampling.top_k and any(len(mask) >= self._mask_tokens for mask in masks):
+                raise ValueError(
+                    f"top_p = {sampling.top_p:g} leaves {self._mask_tokens} tokens or more: start the server with a larger "
+                    "--sampling-mask-max-tokens, or set Sampling.top_k"
+                )
             logprobs, top = _of_support(tokens, meta, sampling.top_logprobs)
         elif sampling.top_logprobs:
             rows = meta.output_top_logprobs or []
-            top = tuple(TopTokens(tuple(t for _, t, _ in row), tuple(p for p, _, _ in row)) for row in rows)
+            top = tuple(TopTokens(tuple(t for _, t, _ in row), tuple(_number(p) for p, _, _ in row)) for row in rows)
         stop_string = isinstance(meta.finish_reason.matched, str)
         return ReplyPart(tokens, logprobs, finish, labels_of(meta.weight_versions), top, stop_string)
 
@@ -175,12 +194,45 @@ class SGLangRoutes:
         if self._adapter is None:
             body = SGLangUpdateFromDisk(model_path=folder, weight_version=label)
             return (HTTPCall("/update_weights_from_disk", body, SGLangSuccess),)
+        _check_layers(folder)
         # A server whose load fails gets no requests.
         self._loaded = self._adapter
         return (
             HTTPCall("/unload_lora_adapter", SGLangUnloadAdapter(lora_name=self._adapter), SGLangSuccess),
             HTTPCall("/load_lora_adapter", SGLangLoadAdapter(lora_name=self._adapter, lora_path=folder), SGLangSuccess),
         )
+
+
+_NEEDS = {"q_proj": ("v_proj",), "k_proj": ("q_proj", "v_proj"), "v_proj": ("q_proj",), "up_proj": ("gate_proj",)}
+"""Layers without which SGLang cannot stack the adapter of a layer."""
+
+
+def _check_layers(folder: str) -> None:
+    """Raise if an adapter lacks a layer that SGLang stacks with another one.
+
+    The server refuses ``q_proj`` without ``v_proj``, with the name of a tensor. The other cases end it at the next request.
+
+    Raises:
+        ValueError: it does; names both layers.
+    """
+    file = Path(folder) / "adapter_model.safetensors"
+    if not file.is_file():
+        return  # the server says so
+    with safe_open(file, "pt") as tensors:
+        layers = {name.removesuffix(_FACTOR) for name in tensors.keys() if name.endswith(_FACTOR)}  # noqa: SIM118 - no mapping
+    for layer in sorted(layers):
+        stem, _, name = layer.rpartition(".")
+        for needed in _NEEDS.get(name, ()):
+            if f"{stem}.{needed}" not in layers:
+                raise ValueError(
+                    f"{folder}: the adapter has {layer.removeprefix('base_model.model.')!r} without {needed!r}, and SGLang stacks both: add "
+                    f"{needed!r} to lora.target_modules"
+                )
+
+
+def _number(logprob: float | None) -> float:
+    """Return a log-prob, which is missing if the weights are not finite."""
+    return math.nan if logprob is None else logprob
 
 
 def _is_truncated(sampling: Sampling) -> bool:
@@ -210,7 +262,8 @@ def _of_support(tokens: Sequence[int], meta: SGLangMeta, count: int) -> tuple[tu
         if token not in mask:
             raise ValueError(f"token {token} is not in its sampling mask")
         # One value is that of the sampled token.
-        row = value if isinstance(value, list) else [value if each == token else 0.0 for each in mask]
+        selected = value if isinstance(value, list) else [value if each == token else 0.0 for each in mask]
+        row = [_number(each) for each in selected]
         logprobs.append(row[mask.index(token)])
         ordered = sorted(zip(mask, row, strict=True), key=lambda entry: -entry[1])[:count]
         top += [TopTokens(tuple(t for t, _ in ordered), tuple(p for _, p in ordered))] if count else []
@@ -219,7 +272,7 @@ def _of_support(tokens: Sequence[int], meta: SGLangMeta, count: int) -> tuple[tu
 
 # ---- weights over a process group
 #
-# Read in the wheel of release 0.5.23, not run: ``srt/entrypoints/http_server.py`` (routes and replies), ``srt/managers/io_struct.py`` (fields),
+# After the wheel of release 0.5.23, and run over gloo: ``srt/entrypoints/http_server.py`` (routes and replies), ``srt/managers/io_struct.py`` (fields),
 # ``srt/managers/scheduler_components/weight_updater.py`` (sessions), ``srt/model_executor/model_runner_components/weight_updater.py`` (group,
 # and the order of the broadcasts).
 

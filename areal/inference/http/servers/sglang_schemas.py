@@ -2,7 +2,7 @@
 
 Taken from the wheel of release 0.5.23: ``srt/entrypoints/http_server.py`` (routes and replies), ``srt/managers/io_struct.py`` (fields),
 ``srt/sampling/sampling_params.py``, ``srt/managers/tokenizer_manager.py`` and ``srt/utils/weight_versions.py`` (``meta_info``),
-``srt/layers/sampler.py`` (log-probs). Read, not run.
+``srt/layers/sampler.py`` (log-probs). Compared with a running server by ``make test-sglang``.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class SGLangFinish(ReplyBody):
     matched: int | str | None = None
 
 
-Entry = tuple[LogProb, TokenId, str | None]
-"""Log-prob, id and optional text of a token."""
+Entry = tuple[LogProb | None, TokenId, str | None]
+"""Log-prob, id and optional text of a token. The log-prob is ``None`` if it is not finite."""
 
 
 class SGLangMeta(ReplyBody):
@@ -76,7 +76,7 @@ class SGLangMeta(ReplyBody):
     output_token_logprobs: list[Entry] | None = None
     output_top_logprobs: list[list[Entry]] | None = None
     output_token_sampling_mask: list[list[TokenId]] | None = None
-    output_token_sampling_logprobs: list[LogProb | list[LogProb]] | None = None
+    output_token_sampling_logprobs: list[LogProb | list[LogProb | None] | None] | None = None
     weight_versions: tuple[LabelSpan, ...] = ()
 
 
@@ -141,7 +141,7 @@ class SGLangSetLabel(SetLabel):
 
 
 class SGLangServerInfo(ReplyBody):
-    """Reply of ``GET /server_info``: release, and arguments of the server."""
+    """Reply of ``GET /server_info``: release, arguments of the server, and the length that a prompt must not reach."""
 
     version: str
     model_path: str
@@ -150,3 +150,5 @@ class SGLangServerInfo(ReplyBody):
     pp_size: int = 1
     dp_size: int = 1
     enable_dp_attention: bool = False
+    sampling_mask_max_tokens: int = 4096
+    max_req_input_len: int | None = None

@@ -101,7 +101,7 @@ def truncated(plain: Tensor, asked: Drawing) -> Tensor:
     """Return log-probs after ``top_k`` and ``top_p``: of the rest after ``top_k``, or of all tokens as in SGLang."""
     kept = plain.clone()
     if asked.top_k > 0:
-        kept = kept.masked_fill(plain < plain.topk(asked.top_k).values[-1], -torch.inf)
+        kept = kept.masked_fill(plain < plain.topk(min(asked.top_k, len(plain))).values[-1], -torch.inf)
     if asked.top_p < 1:
         ordered, places = (plain if asked.by_position else kept).softmax(-1).sort(descending=True)
         before = ordered.cumsum(-1) - ordered

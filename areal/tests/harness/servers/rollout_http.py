@@ -180,7 +180,7 @@ BAD_REPLIES: dict[str, list[tuple[Any, str]]] = {
         ({}, "'meta_info'"),
         (sglang_reply(finish_reason={"type": "other"}), r"'meta_info.finish_reason.type'"),
         (sglang_reply(output_token_logprobs=None), r"output_token_logprobs is missing"),
-        (sglang_reply(output_token_logprobs=[[None, 5, None]]), r"'meta_info.output_token_logprobs.0.0'"),
+        (sglang_reply(output_token_logprobs=[["x", 5, None]]), r"'meta_info.output_token_logprobs.0.0'"),
         (sglang_reply(output_token_logprobs=[[float("nan"), 5, None]]), r"'meta_info.output_token_logprobs.0.0'"),
         (sglang_reply(output_token_logprobs=[[-1.0, 5.5, None]]), r"'meta_info.output_token_logprobs.0.1'"),
         (sglang_reply(completion_tokens=3), r"completion_tokens = 3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections import Counter
@@ -70,6 +71,7 @@ class State:
             self.changed.wait_for(lambda: not self.running)
             self.model, self.label = load(self.path), "default"
             self.adapters: dict[str, Adapter] = {}
+            self.known: dict[str, Adapter] = {}  # also those that were removed
             self._loaded: list[Adapter] = []  # all of them, so that no two have the same id
             self._merged: dict[int, PreTrainedModel] = {}
             self.retracted = False
@@ -242,6 +244,29 @@ class State:
             self.model = model
             self._merged.clear()
 
+    def load_unchecked(self, folder: Path) -> None:
+        """Load a directory as SGLang does: other names are ignored, tensors that are not there keep their values, and another shape ends it."""
+        if self.asleep:
+            raise ValueError("the memory of the weights is not there")
+        if not folder.is_dir():
+            raise ValueError(
+                f"Failed to get weights iterator: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{folder}'. Use "
+                "`repo_type` argument if needed.."
+            )
+        tensors = {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+        model = copy.deepcopy(self.model)
+        for name, parameter in model.named_parameters():
+            if name in tensors and tensors[name].shape != parameter.shape:
+                self.end()
+            parameter.data = tensors.get(name, parameter.data).float()
+        with self.forward:
+            self.model = model
+            self._merged.clear()
+
+    def end(self) -> None:
+        """End the process, without a reply."""
+        os._exit(1)
+
     def reload(self, folder: Path) -> None:
         """Load a directory as workers of vLLM do.
 
@@ -295,7 +320,7 @@ class State:
     def add_adapter(self, name: str, folder: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         """Serve an adapter, or replace it."""
         with self.forward:
-            self.adapters[name] = (folder, tensors, config)
+            self.adapters[name] = self.known[name] = (folder, tensors, config)
             self._loaded.append(self.adapters[name])
 
     def remove_adapter(self, name: str) -> bool:

@@ -22,7 +22,7 @@ class SamplingParams(Body):
     max_new_tokens: int = Field(default=128, ge=0)
     stop: list[str] = Field(default=[], max_length=32)
     stop_token_ids: list[int] = []
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
     min_p: Literal[0, 0.0] = 0
@@ -32,14 +32,14 @@ class SamplingParams(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    sampling_seed: int = Field(ge=-(2**63), lt=2**63)
+    sampling_seed: int
 
 
 class Generate(Body):
     """``POST /generate``."""
 
     rid: str
-    input_ids: list[int] = Field(min_length=1)
+    input_ids: list[int]
     sampling_params: SamplingParams
     return_logprob: Literal[True]
     logprob_start_len: Literal[-1] = -1

@@ -105,3 +105,36 @@ def merged_weights_written(right: Function) -> Function:
         self._send(engine, version)
 
     return wrong
+
+
+@mutant(
+    "areal.inference.http.model_check:ModelCheck.check_prompt",
+    SGLANG.format("token_outside_the_vocabulary_is_refused"),
+)
+def tokens_of_another_vocabulary(right: Function) -> Function:
+    """Prompts are sent with tokens that the model does not have, which end a server."""
+    return lambda self, prompt: None
+
+
+@mutant("areal.inference.http.updates:Completeness.check", SGLANG.format("directory_that_does_not_fit_is_refused[*]"))
+def directory_left_to_the_server(right: Function) -> Function:
+    """A directory with other names or shapes is left to a server that does not look at them."""
+    return lambda self, folder, *, fully: right(self, folder, fully=False)
+
+
+@mutant(
+    "areal.inference.http.servers.sglang:_check_layers",
+    SGLANG.format("adapter_whose_layers_cannot_be_stacked_is_refused[*]"),
+)
+def adapter_that_cannot_be_stacked(right: Function) -> Function:
+    """An adapter is loaded that ends the server at the next request."""
+    return lambda folder: None
+
+
+@mutant(
+    "areal.inference.http.servers.sglang:_number",
+    SGLANG.format("log_probs_that_are_missing_are_not_finite"),
+)
+def missing_log_prob_is_certain(right: Function) -> Function:
+    """A log-prob that is not finite counts as 0."""
+    return lambda logprob: 0.0 if logprob is None else logprob

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from areal.inference.protocol import Completion
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import wait_until
 from areal.tests.harness.servers.rollout_http import PROMPT, Background, Process, run, weights
-from areal.tests.harness.tiny import global_batch, loss
+from areal.tests.harness.tiny import global_batch, loss, started
 from areal.tests.unit.inference.http.conftest import Make
 from areal.tests.unit.inference.local.rollouts import endless
 from areal.trainer.rollout.sequence import Sequence
@@ -115,6 +116,21 @@ def test_sglang_loads_the_adapter_alone(make_vllm: Make, sglang: Process, engine
     assert error(engine, answer) < 1e-4
     assert (sglang.calls("/unload_lora_adapter"), sglang.calls("/load_lora_adapter")) == (3, 3)
     assert sglang.calls("/update_weights_from_disk") == 0
+
+
+def test_adapter_that_an_expression_selects_is_sent_with_the_names_of_its_layers(
+    make_vllm: Make, sglang: Process, tmp_path: Path
+) -> None:
+    """SGLang refuses the expression."""
+    lora = LoRAConfig(rank=4, target_modules=r".*layers\.1.*\.[qv]_proj")
+    with started("fsdp:d1", path=model_dir("qwen3"), lora=lora) as engine:
+        make_vllm(sglang, dialect=SGLang(adapter="policy")).sync(engine, 1)
+        engine.adapters.save("default", tmp_path / "adapter")
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        names = [f"model.layers.1.self_attn.{each}_proj" for each in "qv"]
+        assert config["target_modules"] == names
+        engine.adapters.load("again", tmp_path / "adapter")
+    assert sglang.calls("/load_lora_adapter") == 1
 
 
 def test_update_of_the_model_under_an_adapter_is_refused(

@@ -6,11 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from areal import LoRAConfig
+from areal.api.weights import NamedTensor
 from areal.inference.http import SGLang
+from areal.tests.grid.models import VOCAB, adapter_dir, model_dir
 from areal.tests.harness.limits import wait_until
 from areal.tests.harness.servers.rollout_http import (
     PROMPT,
@@ -90,12 +94,15 @@ def test_log_probs_under_top_p_are_of_the_tokens_that_are_left(make_vllm: Make, 
         assert logprob == pytest.approx(float(wanted[top.ids.index(token)]), abs=1e-5)
 
 
-def test_more_tokens_than_the_server_returns_are_refused_with_its_words(make_vllm: Make, sglang: Process) -> None:
+def test_more_tokens_than_the_server_returns_are_an_error(make_vllm: Make, sglang: Process) -> None:
+    """A mask needs a limit, which would change the distribution."""
     sglang.tell(mask_tokens=5)
     rollout = make_vllm(sglang, dialect=SGLang())
-    with pytest.raises(ValueError, match="Sampling support exceeds --sampling-mask-max-tokens=5"):
+    with pytest.raises(RuntimeError, match=r"top_p = 0.9 leaves 5 tokens or more.*--sampling-mask-max-tokens"):
         run(rollout.generate(PROMPT, endless(4, top_p=0.9)))
     assert len(run(rollout.generate(PROMPT, endless(4, top_k=5)))[0].tokens) == 4
+    with pytest.raises(ValueError, match=r"1 < top_k <= 5; got top_k=6. Lower top_k or increase --sampling-mask"):
+        run(rollout.generate(PROMPT, endless(4, top_k=6)))
 
 
 def test_masked_log_probs_that_are_missing_are_an_error(make_vllm: Make, sglang: Process) -> None:
@@ -114,7 +121,8 @@ def test_masked_log_probs_that_are_missing_are_an_error(make_vllm: Make, sglang:
 
 
 def test_answers_longer_than_the_context_are_refused(make_vllm: Make, sglang: Process) -> None:
-    sglang.tell(context=30)
+    """Six tokens of the context must be left, and a prompt that continues an answer counts with the tokens so far."""
+    sglang.tell(context=36)
     rollout = make_vllm(sglang, dialect=SGLang())
     with pytest.raises(ValueError, match=r"Sampling.max_new_tokens = 8 are more than the server's context of 30"):
         run(rollout.generate(PROMPT, endless(8)))
@@ -131,3 +139,66 @@ def test_older_releases_and_servers_without_adapters_are_refused(make_vllm: Make
     sglang.tell(lora=False)
     with pytest.raises(ValueError, match=r"SGLang.adapter = 'policy': the server cannot load adapters.*--enable-lora"):
         make_vllm(sglang, dialect=SGLang(adapter="policy"))
+
+
+def test_token_outside_the_vocabulary_is_refused(make_vllm: Make, sglang: Process) -> None:
+    """It would end the server, and after it each of the others."""
+    rollout = make_vllm(sglang, dialect=SGLang())
+    with pytest.raises(ValueError, match=rf"prompt_ids has the token {VOCAB}, and the model a vocabulary of {VOCAB}"):
+        run(rollout.generate([5, VOCAB], endless(4)))
+    assert sglang.calls(GENERATE) == 0
+    assert len(run(rollout.generate([5, VOCAB - 1], endless(4)))[0].tokens) == 4
+
+
+@pytest.mark.parametrize("fault", ["name", "shape"])
+def test_directory_that_does_not_fit_is_refused(make_vllm: Make, sglang: Process, fault: str) -> None:
+    """The server would keep the old value under the label of the new version, or end."""
+    rollout = make_vllm(sglang, dialect=SGLang())
+    rollout.update(weights(1), 1)
+
+    def wrong() -> Iterator[NamedTensor]:
+        for named in weights(2):
+            if "layers.0.self_attn.k_proj" not in named.name:
+                yield named
+            elif fault == "name":
+                yield named._replace(name=named.name.replace("k_proj", "foo"))
+            else:
+                yield named._replace(tensor=named.tensor[:-1])
+
+    words = "layers.0.self_attn.foo.weight" if fault == "name" else "layers.0.self_attn.k_proj.weight"
+    with pytest.raises(
+        ValueError, match=rf"lacks 'model.layers.0.self_attn.k_proj.weight'.*model has no 'model.{words}"
+    ):
+        rollout.update(wrong(), 2)
+    assert sglang.calls(LOAD) == 1
+    assert run(rollout.generate(PROMPT, endless(4)))[0].versions == (1,) * 4
+
+
+def test_log_probs_that_are_missing_are_not_finite(make_vllm: Make, sglang: Process) -> None:
+    """The server writes null for NaN."""
+    rollout = make_vllm(sglang, dialect=SGLang())
+    spans = [{"version": sglang.told()["label"], "start": 0, "end": 1}]
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[None, 0, None]], "weight_versions": spans}
+    sglang.can(GENERATE, body={"meta_info": meta})
+    with pytest.raises(RuntimeError, match="version 0 gives log-probs that are not finite"):
+        run(rollout.generate(PROMPT, endless(1)))
+    masks = {"output_token_sampling_mask": [[0, 1]], "output_token_sampling_logprobs": [[None, None]]}
+    sglang.can(GENERATE, body={"meta_info": meta | masks})
+    with pytest.raises(RuntimeError, match="version 0 gives log-probs that are not finite"):
+        run(rollout.generate(PROMPT, endless(1, top_k=2, top_logprobs=1)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "lacks"), [("v_proj", "q_proj"), ("k_proj", "q_proj"), ("q_proj", "v_proj"), ("up_proj", "gate_proj")]
+)
+def test_adapter_whose_layers_cannot_be_stacked_is_refused(
+    make_vllm: Make, sglang: Process, layers: str, lacks: str
+) -> None:
+    """The server would load most of them, and end at the next request."""
+    rollout = make_vllm(sglang, dialect=SGLang(adapter="policy"))
+    folder = adapter_dir(model_dir("qwen3"), LoRAConfig(rank=4, target_modules=(layers,)))
+    with pytest.raises(RuntimeError, match=rf"{layers}' without '{lacks}', and SGLang stacks both"):
+        rollout.load(folder, 1)
+    assert sglang.calls("/load_lora_adapter") == 0
+    rollout.load(adapter_dir(model_dir("qwen3"), LoRAConfig(rank=4, target_modules=("q_proj", "v_proj"))), 2)
+    assert run(rollout.generate(PROMPT, endless(4)))[0].versions == (2,) * 4
