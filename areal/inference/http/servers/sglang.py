@@ -272,9 +272,9 @@ def _of_support(tokens: Sequence[int], meta: SGLangMeta, count: int) -> tuple[tu
 
 # ---- weights over a process group
 #
-# After the wheel of release 0.5.23, and run over gloo: ``srt/entrypoints/http_server.py`` (routes and replies), ``srt/managers/io_struct.py`` (fields),
-# ``srt/managers/scheduler_components/weight_updater.py`` (sessions), ``srt/model_executor/model_runner_components/weight_updater.py`` (group,
-# and the order of the broadcasts).
+# After the wheel of release 0.5.23, and run over gloo: ``srt/entrypoints/http_server.py`` (routes and replies),
+# ``srt/managers/io_struct.py`` (fields), ``srt/managers/scheduler_components/weight_updater.py`` (sessions),
+# ``srt/model_executor/model_runner_components/weight_updater.py`` (group, and the order of the broadcasts).
 
 
 class SGLangInitGroup(RequestBody):
