@@ -14,7 +14,6 @@ import areal.tests.mutants.bugs.kernels.head
 import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
 import areal.tests.mutants.bugs.model.layers
-import areal.tests.mutants.bugs.model.plan
 import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollouts.chat
@@ -46,7 +45,9 @@ if find_spec("jax") is not None:
     import areal.tests.mutants.bugs.jax.runtime
     import areal.tests.mutants.bugs.jax.state
 
-import areal.tests.mutants.bugs.gpu  # noqa: F401  # after Megatron's, which would repeat them
+# After Megatron's, which would repeat them.
+import areal.tests.mutants.bugs.gpu
+import areal.tests.mutants.bugs.model.plan  # noqa: F401
 
 
 def plant_in_worker(name: str) -> None:

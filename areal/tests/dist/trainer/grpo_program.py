@@ -37,7 +37,7 @@ COMPARED = ("rollout/reward", "rollout/tokens", "actor/loss", "actor/grad_norm")
 def stall(engine: TrainEngine, flag: Path) -> None:
     """Let the next training forward of this process wait without end, after it has written a file."""
     kind: Any = next(type(m) for m in engine._components.model.modules() if type(m).__name__.endswith("MLP"))
-    right = kind.forward
+    right = kind.__call__
 
     def forward(self: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
@@ -45,7 +45,7 @@ def stall(engine: TrainEngine, flag: Path) -> None:
             time.sleep(600)
         return right(self, *args)
 
-    kind.forward = forward
+    kind.__call__ = forward
 
 
 def main(model: str, folder: Path, stall_in: int = 0) -> None:
