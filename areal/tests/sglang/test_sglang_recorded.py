@@ -27,7 +27,7 @@ def check(request: pytest.FixtureRequest, topic: str, rows: dict[str, Any]) -> N
 def test_answers_are_those_on_record(
     request: pytest.FixtureRequest, sglang: SGLangProcess, tmp_path: Path, topic: str
 ) -> None:
-    record = record_of(sglang.call, sglang.model, tmp_path, long=200)
+    record = record_of(sglang.call, sglang.model, tmp_path, long=490)
     ({**TOPICS, "sessions": sessions})[topic](record)
     check(request, topic, record.rows)
 
@@ -41,6 +41,6 @@ def test_load_of_another_shape_ends_the_server(
         except subprocess.TimeoutExpired:
             return False
 
-    record = record_of(sglang.call, sglang.model, tmp_path, long=200)
+    record = record_of(sglang.call, sglang.model, tmp_path, long=490)
     death(record, ended)
     check(request, "death", record.rows)
