@@ -116,11 +116,15 @@ class Completion:
         )
 
 
-def checked_prompt(prompt_ids: collections.abc.Sequence[int]) -> list[int]:
+def checked_prompt(prompt_ids: collections.abc.Sequence[int], vocab_size: int | None = None) -> list[int]:
     """Return a prompt as a list of token ids.
 
+    Args:
+        prompt_ids: token ids.
+        vocab_size: number of token ids of the model; ``None`` if unknown. SGLang does not check, and a token that it lacks ends it.
+
     Raises:
-        ValueError: it is empty, or text.
+        ValueError: it is empty, text, or has a token that the model does not have.
     """
     if isinstance(prompt_ids, str):
         raise ValueError(
@@ -129,6 +133,11 @@ def checked_prompt(prompt_ids: collections.abc.Sequence[int]) -> list[int]:
     prompt = [int(token) for token in prompt_ids]
     if not prompt:
         raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
+    if vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        token = max(prompt) if min(prompt) >= 0 else min(prompt)
+        raise ValueError(
+            f"prompt_ids has the token {token}, and the model a vocabulary of {vocab_size}: use the tokenizer of the model"
+        )
     return prompt
 
 

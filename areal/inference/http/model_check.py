@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,11 +66,15 @@ class ModelCheck:
 
     Args:
         model: directory or hub name of the model; ``None`` compares the servers with each other.
+
+    Attributes:
+        vocab_size: size of the model's vocabulary, known after the first check; ``None`` if it cannot be read.
     """
 
     def __init__(self, model: str | None) -> None:
         self._model = model
         self._first: _Model | None = None
+        self.vocab_size: int | None = None
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -82,20 +86,6 @@ class ModelCheck:
             return None
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         return tokenizer
-
-    def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Raise if a prompt has a token that the model does not have. SGLang does not check, and such a token ends it.
-
-        Raises:
-            ValueError: it does; names the token and the size of the vocabulary.
-        """
-        shape = self._shape if self._model is not None else {} if self._first is None else self._first.shape
-        size = shape.get("vocab_size")
-        if isinstance(size, int) and not 0 <= min(prompt) <= max(prompt) < size:
-            token = max(prompt) if min(prompt) >= 0 else min(prompt)
-            raise ValueError(
-                f"prompt_ids has the token {token}, and the model a vocabulary of {size}: use the tokenizer of the model"
-            )
 
     async def check(self, url: str, served: ServedModel, ask: Ask, *, start: bool) -> None:
         """Raise if a server has another model or tokenizer.
@@ -129,9 +119,13 @@ class ModelCheck:
         """Return the facts that a server's are compared with."""
         if self._model is None:
             # The first one that answers.
-            self._first = self._first or theirs
-            return self._first
-        return _Model("HTTPRollout.model", self._model, self._shape, None if theirs.tokens is None else self._tokens)
+            reference = self._first = self._first or theirs
+        else:
+            tokens = None if theirs.tokens is None else self._tokens
+            reference = _Model("HTTPRollout.model", self._model, self._shape, tokens)
+        size = reference.shape.get("vocab_size")
+        self.vocab_size = size if isinstance(size, int) else None
+        return reference
 
     @functools.cached_property
     def _shape(self) -> Mapping[str, object]:

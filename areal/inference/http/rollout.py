@@ -178,8 +178,7 @@ class HTTPRollout:
         self._check_awake()
         if not self.owns_servers:
             raise RuntimeError("the first rank owns the servers, and this is another: only the first generates")
-        prompt = checked_prompt(prompt_ids)
-        self._model.check_prompt(prompt)
+        prompt = checked_prompt(prompt_ids, self._model.vocab_size)
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
         return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop))))

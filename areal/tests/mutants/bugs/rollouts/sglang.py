@@ -108,12 +108,12 @@ def merged_weights_written(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.model_check:ModelCheck.check_prompt",
+    "areal.inference.protocol:checked_prompt",
     SGLANG.format("token_outside_the_vocabulary_is_refused"),
 )
 def tokens_of_another_vocabulary(right: Function) -> Function:
     """Prompts are sent with tokens that the model does not have, which end a server."""
-    return lambda self, prompt: None
+    return lambda prompt_ids, vocab_size=None: right(prompt_ids)
 
 
 @mutant("areal.inference.http.updates:Completeness.check", SGLANG.format("directory_that_does_not_fit_is_refused[*]"))
