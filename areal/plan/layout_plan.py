@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areal.api import TrainEngineConfig
@@ -104,7 +104,6 @@ def plan_layout(
     hardware: Hardware,
     memory: int,
     layers: UniformLayers | None = None,
-    trace: Callable[..., Trace] = trace_step,
 ) -> LayoutPlan:
     """Plan a layout by running its engine on the meta device.
 
@@ -124,7 +123,7 @@ def plan_layout(
     for stage in sorted({0, dims.pp - 1} | middle):
         rank = stage * ranks_per_stage
         request = TraceRequest(config, workload, rank, hardware, memory)
-        found = trace(*request) if layers is None else layers.extrapolate(request, trace)
+        found = trace_step(*request) if layers is None else layers.extrapolate(request)
         stages.append(Stage.of(rank, found, hardware))
     return LayoutPlan(config, workload, tuple(stages), pipeline_bubble(config, stages[0].trace.n_mbs))
 

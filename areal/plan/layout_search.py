@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.api import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.parallel import ParallelDims
-from areal.engine.model.hub import read_config
+from areal.engine.model.hub import experts_per_layer, read_config
 from areal.plan.hardware import Hardware
 from areal.plan.layout_plan import LayoutPlan, plan_layout
 from areal.plan.trace import Workload
@@ -95,15 +95,7 @@ def with_world_size(dims: ParallelDims, world_size: int) -> ParallelDims:
         raise ValueError(
             f"world_size = {world_size} with backend = '{dims}': its {dims.world_size} ranks do not divide the world; choose other degrees"
         )
-    return with_degrees(dims.backend, d=dims.dp_shard * world_size // dims.world_size, r=dims.dp_replicate, p=dims.pp, v=dims.vpp,
-                        t=dims.tp, c=dims.cp, e=dims.ep)  # fmt: skip
-
-
-def with_degrees(
-    backend: str, *, d: int, r: int = 1, p: int = 1, v: int = 1, t: int = 1, c: int = 1, e: int = 1
-) -> ParallelDims:
-    """Return a layout with these degrees, of which ``d`` counts all ranks that shard parameters, experts included."""
-    return ParallelDims(backend=backend, dp_shard=d, dp_replicate=r, pp=p, vpp=v, tp=t, cp=c, ep=e)
+    return replace(dims, dp_shard=dims.dp_shard * world_size // dims.world_size)
 
 
 def layouts(job: PlanJob, backend: str, world_size: int) -> Iterator[ParallelDims]:
@@ -112,7 +104,7 @@ def layouts(job: PlanJob, backend: str, world_size: int) -> Iterator[ParallelDim
     Tensor and context parallelism stay on a node. Context parallelism is for sequences that are longer than the tokens of a rank.
     """
     config, node = read_config(job.model).get_text_config(), job.hardware.ranks_per_node
-    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    experts = experts_per_layer(config)
     degrees = [1 << n for n in range(7)]
     for p in (n for n in degrees if n <= min(_LARGEST_PIPELINE, config.num_hidden_layers)):
         for t in (n for n in degrees if n <= node and (n == 1 or not experts)):
@@ -125,7 +117,7 @@ def layouts(job: PlanJob, backend: str, world_size: int) -> Iterator[ParallelDim
                 for r in sorted(r for r in groups if d % r == 0):
                     for e in (n for n in degrees if n == 1 or (experts and n <= experts and n >= node)):
                         if (d // r * c) % e == 0:
-                            yield with_degrees(backend, d=d // r, r=r, p=p, t=t, c=c, e=e)
+                            yield ParallelDims(backend=backend, dp_shard=d // r, dp_replicate=r, pp=p, tp=t, cp=c, ep=e)
 
 
 def best_layouts(

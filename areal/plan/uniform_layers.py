@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.hub import read_config
 from areal.engine.torch.pipeline_split import even_counts
-from areal.plan.trace import Trace, TraceRequest
+from areal.plan.trace import Trace, TraceRequest, trace_step
 
 
 class UniformLayers:
@@ -40,7 +39,7 @@ class UniformLayers:
         kinds = set(getattr(config, "layer_types", None) or ())
         return cls(path, len(layers)) if len(shapes) == 1 and len(kinds) <= 1 else None
 
-    def extrapolate(self, request: TraceRequest, trace: Callable[..., Trace]) -> Trace:
+    def extrapolate(self, request: TraceRequest) -> Trace:
         """Return the trace of a stage of the full model, with the layers of the stage that has most.
 
         Raises:
@@ -60,7 +59,7 @@ class UniformLayers:
         traces = []
         for per_chunk in (1, 2):
             short = config.model_copy(update={"path": self._with_layers(per_chunk * chunks)})
-            traces.append(trace(*request._replace(config=short)))
+            traces.append(trace_step(*request._replace(config=short)))
         return traces[0].plus(traces[1], (most - dims.vpp) / dims.vpp)
 
     def _with_layers(self, number: int) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 
 import torch
-import torch.distributed as dist
 from torch.nn import attention
+from torch.nn.attention.varlen import varlen_attn
+
+from areal.utils.distributed import rank_in_world
 
 logger = logging.getLogger(__name__)
 
+VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 FLASH_HEAD_DIM = 256  # largest head dim of the variable-length kernels
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_2 = (8, 0)  # Ampere
@@ -74,5 +78,5 @@ def _missing(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank_in_world() == 0:
         logger.warning("%s", text)

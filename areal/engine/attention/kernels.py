@@ -8,7 +8,6 @@ on one run of segments of equal size at a time, so that neither a ``T x T`` mask
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from areal.engine.attention.capability import activate_flash_attention_3, runs_varlen
+from areal.engine.attention.capability import VARLEN_TAKES_GROUPS, activate_flash_attention_3, runs_varlen
 from areal.engine.attention.sinks import SUPPORTED as SINKS_SUPPORTED
 from areal.engine.attention.sinks import SinkAttention, TorchVarlen
 
@@ -31,7 +30,6 @@ try:
 except ImportError:
     flash_attn_varlen_func = None
 
-_VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 _BLOCK = 512
 """Queries in a block if a mask must be materialized. Bounds the mask to ``_BLOCK`` rows."""
 
@@ -255,7 +253,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
         )
     else:
         grouped: dict[str, Any] = {}
-        if _VARLEN_TAKES_GROUPS:
+        if VARLEN_TAKES_GROUPS:
             grouped["enable_gqa"] = k.shape[1] != q.shape[1]
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -12,14 +12,14 @@ The backward of flash attention computes probabilities as ``e^(logit - l)``, and
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+
+from areal.engine.attention.capability import VARLEN_TAKES_GROUPS
 
 
 class SinkKernel(Protocol):
@@ -91,6 +91,6 @@ class SinkAttention(torch.autograd.Function):
         return (*grads, (weight * moved).sum(1).neg_().to(sinks.dtype), None)
 
 
-SUPPORTED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+SUPPORTED = VARLEN_TAKES_GROUPS
 """Whether torch's kernel can be corrected for sinks. The arguments of its operations were read in torch 2.13, and have not
 changed since ``enable_gqa`` came; torch 2.11 runs plain operations."""

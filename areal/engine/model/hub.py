@@ -81,3 +81,8 @@ def copy_model_files(source: str, draft: Path) -> list[str]:
         shutil.copytree(folder / "additional_chat_templates", draft / "additional_chat_templates")
         names += [str(p.relative_to(draft)) for p in sorted((draft / "additional_chat_templates").iterdir())]
     return names
+
+
+def experts_per_layer(config: PretrainedConfig) -> int:
+    """Return the number of experts in each layer that has experts, else 0."""
+    return getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 0

@@ -13,6 +13,7 @@ from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
 from areal.engine.megatron.model.layer_spec import Windows, has_transformer_engine
 from areal.engine.megatron.model.rotary import RotaryAngles
+from areal.engine.model.hub import experts_per_layer
 from areal.utils import platform
 
 LATENT = ("deepseek_v3",)
@@ -89,7 +90,7 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
                 f"backend = '{dims}': t{dims.tp} does not divide the model's {number} {what}; choose a smaller t"
             )
     # Expert parallelism divides the experts of each layer, and expert tensor parallelism each expert.
-    experts = _experts_per_layer(hf)
+    experts = experts_per_layer(hf)
     if dims.ep > 1 and (not experts or experts % dims.ep):
         raise ValueError(
             f"backend = '{dims}': e{dims.ep} does not divide the model's {experts} experts; choose another e"
@@ -102,11 +103,6 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
             f"{hf.moe_intermediate_size}; write '(attn:…|ffn:…)' with a smaller t on the ffn side"
         )
     _check_stages(hf.num_hidden_layers, dims, config)
-
-
-def _experts_per_layer(hf: PretrainedConfig) -> int:
-    """Return the number of experts in each layer that has experts, else 0."""
-    return getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", None) or 0
 
 
 def _latent_columns(hf: PretrainedConfig) -> list[tuple[str, int]]:
@@ -254,7 +250,7 @@ def _mixture_of_experts(hf: PretrainedConfig, *, local: bool) -> dict[str, Any]:
         return fields
     fields |= _sigmoid_router(hf) if hf.model_type in LATENT else _softmax_router(hf)
     return fields | {
-        "num_moe_experts": _experts_per_layer(hf),
+        "num_moe_experts": experts_per_layer(hf),
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
         # Balancing losses are terms of our loss, as sums: Megatron must not add gradients itself.
