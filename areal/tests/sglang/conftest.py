@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from areal.inference.http import HTTPRollout, SGLang
 from areal.tests.sglang.server import SGLangProcess
+from areal.tests.vllm.answers import one_at_a_time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,19 +36,9 @@ def sglang(process: SGLangProcess) -> SGLangProcess:
 @pytest.fixture
 def connect(sglang: SGLangProcess, tmp_path: Path) -> Iterator[Callable[..., HTTPRollout]]:
     """Make a rollout on the server, and close the one before. ``adapter`` is the name of one to update; the rest are options."""
-    made: list[HTTPRollout] = []
-
-    def make(*, adapter: str | None = None, **options: Any) -> HTTPRollout:
-        defaults = {"model": sglang.model, "timeout": 120, "deadline": 120, "update_seconds": 60}
-        for rollout in made:
-            rollout.close()
-        dialect = SGLang(adapter=adapter)
-        made.append(HTTPRollout(sglang.url, dialect, folder=tmp_path / "weights", **{**defaults, **options}))
-        return made[-1]
-
-    yield make
-    for rollout in made:
-        rollout.close()
+    defaults = {"model": sglang.model, "timeout": 120, "deadline": 120, "update_seconds": 60}
+    with one_at_a_time(sglang.url, folder=tmp_path / "weights", **defaults) as make:
+        yield lambda *, adapter=None, **options: make(SGLang(adapter=adapter), **options)
 
 
 @pytest.fixture

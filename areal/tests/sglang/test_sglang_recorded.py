@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ def test_answers_are_those_on_record(
 def test_load_of_another_shape_ends_the_server(
     request: pytest.FixtureRequest, sglang: SGLangProcess, tmp_path: Path
 ) -> None:
-    def ended() -> bool:
-        try:
-            return sglang.process.wait(60) is not None
-        except subprocess.TimeoutExpired:
-            return False
-
     record = record_of(sglang.call, sglang.model, tmp_path, long=490)
-    death(record, ended)
+    death(record, lambda: sglang.ends(60))
     check(request, "death", record.rows)

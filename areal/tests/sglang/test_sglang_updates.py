@@ -13,19 +13,13 @@ from areal.tests.sglang.server import SGLangProcess
 from areal.tests.vllm.answers import TOLERANCE, Clients, endless, error, prompt, run
 from areal.tests.vllm.exchanges import folders
 from areal.tests.vllm.server import replica, weights
+from areal.tests.vllm.updates import each_version
 
 pytestmark = server.marks
 
 
 def test_each_version_gives_its_own_log_probs(fresh: HTTPRollout) -> None:
-    prompts = [prompt(i) for i in range(4)]
-    for version in range(3):
-        if version:
-            fresh.update(weights(version), version)
-        assert fresh.version == version
-        answers = run(*(fresh.generate(each, endless(16, seed=i)) for i, each in enumerate(prompts)))
-        assert {each for answer in answers for each in answer.versions} == {version}
-        assert error({version: replica(version or None)}, prompts, answers) <= TOLERANCE
+    each_version(fresh, 3)
 
 
 def test_answers_across_updates_are_one_request_with_the_versions_of_their_tokens(

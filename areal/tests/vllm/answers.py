@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from areal.inference.http import HTTPRollout
+from areal.inference.http.servers.dialect import Dialect
 from areal.inference.protocol import Completion, Sampling
 from areal.tests.harness.limits import wait_until
 from areal.tests.unit.inference.local.rollouts import plain_logprobs
@@ -108,3 +110,19 @@ class Clients:
                 self.faults.append(fault)
                 return
             asked += 1
+
+
+@contextmanager
+def one_at_a_time(url: str, **defaults: Any) -> Iterator[Callable[..., HTTPRollout]]:
+    """Yield a function of a dialect and options that makes a rollout on a server, and closes the one before."""
+    made: list[HTTPRollout] = []
+
+    def make(dialect: Dialect, **options: Any) -> HTTPRollout:
+        for rollout in made:
+            rollout.close()
+        made.append(HTTPRollout(url, dialect, **{**defaults, **options}))
+        return made[-1]
+
+    yield make
+    for rollout in made:
+        rollout.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from areal.inference.http import VLLM, HTTPRollout
+from areal.tests.vllm.answers import one_at_a_time
 from areal.tests.vllm.server import VLLMProcess
 
 
@@ -38,19 +39,9 @@ def connect(vllm: VLLMProcess, tmp_path: Path) -> Iterator[Callable[..., HTTPRol
 
     ``model`` is the name of an adapter, ``adapter`` that of one to update, and the rest are options of the rollout.
     """
-    made: list[HTTPRollout] = []
-
-    def make(model: str | None = None, *, adapter: str | None = None, **options: Any) -> HTTPRollout:
-        defaults = {"model": vllm.model, "timeout": 120, "deadline": 120, "update_seconds": 30, "api_key": vllm.key}
-        for rollout in made:
-            rollout.close()
-        dialect = VLLM(model=model, adapter=adapter)
-        made.append(HTTPRollout(vllm.url, dialect, folder=tmp_path / "weights", **{**defaults, **options}))
-        return made[-1]
-
-    yield make
-    for rollout in made:
-        rollout.close()
+    defaults = {"model": vllm.model, "timeout": 120, "deadline": 120, "update_seconds": 30, "api_key": vllm.key}
+    with one_at_a_time(vllm.url, folder=tmp_path / "weights", **defaults) as make:
+        yield lambda model=None, *, adapter=None, **options: make(VLLM(model=model, adapter=adapter), **options)
 
 
 @pytest.fixture

@@ -199,6 +199,12 @@ class VLLMProcess:
         lines = str(self.call("/metrics")[1]).splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
+    def ends(self, seconds: float) -> bool:
+        """Wait for the server to end by itself. Returns False if it does not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.poll() is not None
+
     def kill(self) -> None:
         """Kill all processes of the server at once, as the loss of its machine does."""
         self._find_segments()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,14 +42,8 @@ def test_answers_are_those_on_record(
 def test_failed_load_and_a_forward_end_the_server(
     request: pytest.FixtureRequest, vllm: VLLMProcess, tmp_path: Path
 ) -> None:
-    def ended() -> bool:
-        try:
-            return vllm.process.wait(30) is not None
-        except subprocess.TimeoutExpired:
-            return False
-
     record = record_of(vllm, tmp_path / "folders")
-    death(record, ended)
+    death(record, lambda: vllm.ends(30))
     check(request, "death", record.rows)
     # No other server runs next to those of the following tests.
     vllm.close()

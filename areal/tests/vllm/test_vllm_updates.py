@@ -11,20 +11,13 @@ from areal.tests.harness.limits import promptly
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, Clients, endless, error, prompt, run
 from areal.tests.vllm.server import VLLMProcess, replica, weights
-from areal.tests.vllm.updates import across_updates
+from areal.tests.vllm.updates import across_updates, each_version
 
 pytestmark = server.marks
 
 
 def test_each_version_gives_its_own_log_probs(fresh: HTTPRollout) -> None:
-    prompts = [prompt(i) for i in range(4)]
-    for version in range(4):
-        if version:
-            fresh.update(weights(version), version)
-        assert fresh.version == version
-        answers = run(*(fresh.generate(each, endless(16, seed=i)) for i, each in enumerate(prompts)))
-        assert {each for answer in answers for each in answer.versions} == {version}
-        assert error({version: replica(version or None)}, prompts, answers) <= TOLERANCE
+    each_version(fresh, 4)
 
 
 def test_answers_across_updates_have_the_versions_of_their_tokens(fresh: HTTPRollout) -> None:
