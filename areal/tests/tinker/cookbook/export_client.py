@@ -8,6 +8,7 @@ all that is written). The last line of its output is a JSON object: log-probs ``
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,9 @@ def main() -> None:
     )
     runs = client.create_rest_client().list_user_checkpoints().result().checkpoints
     result["left"] = sorted(entry.tinker_path.rpartition("/")[2] for entry in runs)
-    print(json.dumps(result))
+    print(json.dumps(result), flush=True)
+    # Without finalizing the interpreter, where a daemon thread of the SDK can abort the process (CPython gh-87135).
+    os._exit(0)
 
 
 main()

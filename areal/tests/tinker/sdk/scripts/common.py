@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 ARGUMENTS: dict[str, Any] = json.loads(sys.argv[1])
 COMPLETE: bool = ARGUMENTS.get("complete", True)
@@ -98,7 +99,16 @@ def fails(kind: Any, text: str, function: Callable[[], Any]) -> Any:
     return caught
 
 
+def end(results: dict[str, Any]) -> NoReturn:
+    """Print the results, and end the process without finalizing the interpreter.
+
+    A daemon thread of the SDK may wait in C++ code then, where Python below 3.14 aborts the process (CPython gh-87135).
+    """
+    print(json.dumps(results), flush=True)
+    os._exit(0)
+
+
 __all__ = [
-    *("ADAM", "COMPLETE", "NEW", "datum", "fails", "flat", "logprobs", "np", "resumed"),
+    *("ADAM", "COMPLETE", "NEW", "datum", "end", "fails", "flat", "logprobs", "np", "resumed"),
     *("same", "service", "tinker", "torch", "trainer", "types"),
 ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from common import resumed, same, service, trainer, types
+from common import end, resumed, same, service, trainer, types
 from sampling import answers, resolved
 from training import steps
 
@@ -33,7 +31,7 @@ def main() -> None:
         sampler.compute_logprobs(types.ModelInput.from_ints([5, 9, 20, 33, 41])).result()[1:],
         1e-4,
     )
-    print(json.dumps({"done": True}))
+    end({"done": True})
 
 
 main()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from common import ADAM, datum, resumed, service, trainer
+from common import ADAM, datum, end, resumed, service, trainer
 from sampling import answers, resolved
 from training import steps
 
@@ -49,7 +47,7 @@ def main() -> None:
     assert steps(expected, 1, 7) == steps(model, 1, 7)
     assert answers(sampler).sequences[0].tokens == tokens
     assert again.save_state("after").result().path.endswith("/weights/after")
-    print(json.dumps({"done": True}))
+    end({"done": True})
 
 
 main()
