@@ -103,11 +103,6 @@ class FSDPConfig(BackendConfig):
 
     def check_combination(self, config: TrainEngineConfig) -> None:
         """Refuse options without effect, and options that exclude each other."""
-        if self.compile and config.activation_checkpointing == "selective":
-            raise ValueError(
-                "fsdp.compile = True with activation_checkpointing = 'selective', which chooses among operations, and cannot see those in "
-                "a compiled graph: choose 'full' or 'none'"
-            )
         if self.compile_backend != "inductor" and not self.compile:
             raise ValueError(
                 f"fsdp.compile_backend = {self.compile_backend!r} without fsdp.compile = True: set it, or leave the backend out"

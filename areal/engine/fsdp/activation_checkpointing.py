@@ -65,10 +65,13 @@ def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, 
     if how == "none":
         return
     contexts = functools.partial(_selective_contexts, saved_ops()) if how == "selective" else None
-    for number, layer in enumerate(layers):
-        # Select the layers at which the running count of selected layers reaches the next integer.
-        if int((number + 1) * fraction) > int(number * fraction):
-            layer.forward = RecomputedForward(layer.forward, contexts)
+    for layer in spread_evenly(layers, fraction):
+        layer.forward = RecomputedForward(layer.forward, contexts)
+
+
+def spread_evenly(layers: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
+    """Return a fraction of the layers: those at which the running count of returned layers reaches the next integer."""
+    return [layer for number, layer in enumerate(layers) if int((number + 1) * fraction) > int(number * fraction)]
 
 
 class RecomputedForward:

@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 
 _Forward = Callable[..., Any]
 
 
-def compile_layers(layers: Sequence[nn.Module], backend: str) -> None:
+def compile_layers(layers: Sequence[nn.Module], backend: str, selective: Sequence[nn.Module] = ()) -> None:
     """Compile the forward of each layer, in place, at its first call.
 
     Hooks and later wrappers of a layer's forward are not compiled.
@@ -28,9 +30,13 @@ def compile_layers(layers: Sequence[nn.Module], backend: str) -> None:
     Args:
         layers: layers of one engine, which share graphs.
         backend: name of a ``torch.compile`` backend.
+        selective: those of the layers whose graphs compute again in the backward what is neither a matrix product nor a reduction. Attention
+            kernels and experts are between the graphs, and keep what their backward needs.
     """
-    compiled = _Compiled(backend)
+    plain, recomputing = _Compiled(backend), _Compiled(_recomputing(backend))
+    chosen = set(selective)
     for layer in layers:
+        compiled = recomputing if layer in chosen else plain
         for module in layer.modules():
             # Experts split tokens by data-dependent counts: the module stays eager.
             if _has_experts(module):
@@ -40,14 +46,28 @@ def compile_layers(layers: Sequence[nn.Module], backend: str) -> None:
                 module.forward = compiled.entry(module)
 
 
+def _recomputing(backend: str) -> Callable[..., Any]:
+    """Return a backend whose graphs save matrix products, reductions and their own inputs alone.
+
+    The partitioner of AOTAutograd saves the smallest set of tensors from which the backward can be computed, and results that it considers
+    costly to compute again. With this option these are matrix products and reductions only.
+    """
+
+    def compile_graph(*args: Any, **options: Any) -> Any:
+        with functorch_config.patch(aggressive_recomputation=True):
+            return torch._dynamo.lookup_backend(backend)(*args, **options)
+
+    return compile_graph
+
+
 class _Compiled:
     """The compiled forward of each module class, shared by all layers of an engine.
 
     Args:
-        backend: name of a ``torch.compile`` backend.
+        backend: name of a ``torch.compile`` backend, or a backend.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str | Callable[..., Any]) -> None:
         self._backend = backend
         self._forwards: dict[_Forward, _Forward] = {}
 

@@ -23,6 +23,7 @@ from areal.engine.base import BaseTrainEngine
 from areal.engine.batch_rules import check_sharing
 from areal.engine.components import EngineComponents
 from areal.engine.fsdp import gradients as grad
+from areal.engine.fsdp.activation_checkpointing import spread_evenly
 from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
@@ -183,6 +184,8 @@ class FSDPEngine(BaseTrainEngine):
         checkpointing: str = config.activation_checkpointing
         if checkpointing != "none":
             checkpointing = f"{checkpointing}, {fsdp.checkpointed_share:.0%} of the layers"
+        if checkpointing.startswith("selective") and fsdp.compile:
+            checkpointing += ", in compiled graphs"
         return {
             "sharding": sharding,
             "attention kernel": attention,
@@ -220,8 +223,12 @@ class FSDPEngine(BaseTrainEngine):
         layers = transformer_layers(full_model)
         # Compile first: graphs contain what layers compute, and no hook of the next steps.
         if config.fsdp.compile:
+            compiled = [transformer_layers(chunk) for chunk in chunks]
+            share = config.fsdp.checkpointed_share if config.activation_checkpointing == "selective" else 0.0
             compile_layers(
-                [layer for chunk in chunks for layer in transformer_layers(chunk)], config.fsdp.compile_backend
+                [layer for each in compiled for layer in each],
+                config.fsdp.compile_backend,
+                [layer for each in compiled for layer in spread_evenly(each, share)],
             )
         # Otherwise layers run as few operations. A pipeline stage has its own copies of modules, so that the cut comes first.
         else:

@@ -38,8 +38,10 @@ def parallelize(
         split_tensors(model, tp)
     if expert_mesh is not None:
         spread_experts(model, submesh(expert_mesh, "ep"))
-    # Checkpointing wraps a layer's own forward, inside of FSDP's hooks, which gather the layer's parameters.
-    checkpoint_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
+    # Checkpointing wraps a layer's own forward, inside of FSDP's hooks, which gather the layer's parameters. Graphs of compiled layers do
+    # themselves what selective checkpointing does.
+    if not (config.fsdp.compile and config.activation_checkpointing == "selective"):
+        checkpoint_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
         # A pipeline stage runs several forwards before the first backward: by default its weights stay gathered.

@@ -177,8 +177,11 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
         "keep_gathered": {"fsdp": {"reshard_after_forward": False}},
         "host": {"fsdp": {"cpu_offload": True}},
         "lora": {"lora": LORA, "activation_checkpointing": "full"},
-        # Without generated kernels, and so without a C++ compiler: the results of the graphs are compared.
-        "compile": {"fsdp": {"compile": True, "compile_backend": "aot_eager"}},
+        # Without generated kernels, and so without a C++ compiler: the results of the graphs are compared. Every second layer recomputes.
+        "compile": {
+            "activation_checkpointing": "selective",
+            "fsdp": {"compile": True, "compile_backend": "aot_eager", "checkpointed_share": 0.5},
+        },
     },
     "megatron": {
         "plain": {},

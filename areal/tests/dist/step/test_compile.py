@@ -86,6 +86,14 @@ ONE = [pytest.mark.world(1)]
             "fsdp:d1",
             "qwen3",
             "aot_eager",
+            {"activation_checkpointing": "selective", "fsdp": {"checkpointed_share": 0.5}},
+            id="selective",
+            marks=ONE,
+        ),
+        pytest.param(
+            "fsdp:d1",
+            "qwen3",
+            "aot_eager",
             {"lora": LORA, "activation_checkpointing": "full"},
             id="lora",
             marks=ONE,
@@ -159,11 +167,6 @@ def test_compiled_layer_is_freed() -> None:
 @pytest.mark.parametrize(
     ("backend", "changes", "message"),
     [
-        (
-            "fsdp:d1",
-            {"activation_checkpointing": "selective"},
-            "activation_checkpointing = 'selective'.*choose 'full' or 'none'",
-        ),
         (
             "fsdp:p2v2",
             {"fsdp": {"pipeline_schedule": "ZBVZeroBubble"}},

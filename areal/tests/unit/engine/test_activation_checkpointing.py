@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,6 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal.engine.attention.kernels import varlen_attn
 from areal.engine.fsdp import activation_checkpointing
 from areal.engine.fsdp.activation_checkpointing import recompute_layers, saved_ops
+from areal.engine.fsdp.compile import compile_layers
+from areal.utils.collectives import exchange_rows
 
 TOKENS, WIDTH, LAYERS = 64, 16, 4
 
@@ -113,6 +116,55 @@ def test_fraction_of_checkpointed_layers_is_spread_evenly(fraction: float, calls
     assert run("full", fraction).calls == calls
 
 
+# ---- compiled layers
+
+
+class Gated(nn.Module):
+    """A layer without attention, with many cheap operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.norm(x))
+        # The partitioner keeps the results of long chains and of sums, unless it is told to count products alone.
+        for _ in range(3):
+            h = torch.tanh(h) * torch.sigmoid(h)
+            h = h - h.cumsum(-1)
+        return x + self.down(h)
+
+
+def run_compiled(selective: bool) -> Run:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [Gated() for _ in range(LAYERS)]
+    compile_layers(layers, "aot_eager", layers if selective else [])
+    kept: dict[int, Tensor] = {}
+    parameters = {p.untyped_storage()._cdata for layer in layers for p in layer.parameters()}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage()._cdata] = x
+        return x
+
+    x = torch.randn(1, TOKENS, WIDTH)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        for layer in layers:
+            x = layer(x)
+    nbytes = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in parameters)
+    with FlopCounterMode(display=False) as counter:
+        x.square().sum().backward()
+    gradients = [p.grad for layer in layers for p in layer.parameters() if p.grad is not None]
+    return Run(nbytes, counter.get_total_flops(), [], gradients)
+
+
+def test_compiled_layers_recompute_all_but_products() -> None:
+    plain, selective = run_compiled(False), run_compiled(True)
+    assert 0 < selective.kept < 0.7 * plain.kept, (plain.kept, selective.kept)
+    assert selective.flops == plain.flops > 0
+    assert all(map(torch.equal, selective.gradients, plain.gradients))
+
+
 # ---- operations of libraries
 
 
@@ -193,6 +245,7 @@ def test_operation_with_a_python_implementation_runs_once_if_listed(listed: bool
 
 
 def test_saved_operations_are_those_of_imported_libraries() -> None:
+    assert exchange_rows.__module__ == "areal.utils.collectives"  # which defines the operation
     saved = {op.name() for op in saved_ops()}
     assert {"torch_attn::_varlen_attn", "areal::exchange_rows", "aten::mm"} <= saved
     assert ("flash_attn", "_flash_attn_varlen_forward") in activation_checkpointing._SAVED_CUSTOM_OPS

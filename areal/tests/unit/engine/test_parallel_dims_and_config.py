@@ -338,7 +338,6 @@ def test_options_of_the_template_exist() -> None:
         ({"fsdp": {"compil": True}}, "fsdp\n.*no field 'compil': did you mean 'compile'"),
         ({"fsdp": {"compile_backend": "eager"}}, "compile_backend = 'eager' without fsdp.compile"),
         ({"fsdp": {"checkpointed_share": 0.5}}, "checkpointed_share = 0.5 with activation_checkpointing = 'none'"),
-        ({"fsdp": {"compile": True}, "activation_checkpointing": "selective"}, "choose 'full' or 'none'"),
         ({"lora": {}, "grad_sync": "micro_batch"}, "grad_sync = 'micro_batch' with lora"),
         (
             {"lora": {"target_modules": "x", "layer_kinds": ("head",)}},

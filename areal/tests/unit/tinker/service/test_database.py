@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,24 +48,26 @@ NO_POSTGRES = "needs the packages pgserver and psycopg, which the test extra ins
 
 
 @pytest.fixture(scope="module")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres() -> Iterator[str]:
     """URL of a PostgreSQL server that belongs to this module."""
     if importlib.util.find_spec("pgserver") is None or importlib.util.find_spec("psycopg") is None:
         pytest.skip(NO_POSTGRES)
     pgserver = importlib.import_module("pgserver")
-    # The package allows ten seconds for the start, which is too short on a loaded machine.
-    for attempts_left in (2, 1, 0):
-        folder = tmp_path_factory.mktemp("postgres")
-        try:
-            server = pgserver.get_server(folder, cleanup_mode="stop")
-            break
-        except subprocess.TimeoutExpired:
-            if (folder / "postmaster.pid").exists():
-                os.kill(int((folder / "postmaster.pid").read_text().split()[0]), signal.SIGTERM)
-            if not attempts_left:
-                raise
-    yield server.get_uri()
-    server.cleanup()
+    # Under root the server is a user of its own, to whom another pytest that starts closes the directories of pytest.
+    with tempfile.TemporaryDirectory(prefix="areal-postgres-") as parent:
+        # The package allows ten seconds for the start, which is too short on a loaded machine.
+        for attempts_left in (2, 1, 0):
+            folder = Path(parent) / str(attempts_left)
+            try:
+                server = pgserver.get_server(folder, cleanup_mode="stop")
+                break
+            except subprocess.TimeoutExpired:
+                if (folder / "postmaster.pid").exists():
+                    os.kill(int((folder / "postmaster.pid").read_text().split()[0]), signal.SIGTERM)
+                if not attempts_left:
+                    raise
+        yield server.get_uri()
+        server.cleanup()
 
 
 def fresh(url: str, name: str) -> str:
