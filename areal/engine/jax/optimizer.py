@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
@@ -55,13 +53,15 @@ class OptaxOptimizer:
             model.params, model.grads, self.moments = params, grads, moments
 
         with model.spec.numbers.enabled(), consuming((params, moments), "weights and optimizer state", restore):
-            numbers = {name: jnp.asarray(value, model.spec.numbers.master) for name, value in _scalars(group).items()}
-            counts = {name: np.int32(count) for name, count in self.counts.items()}
+            # Two arrays, because each is a transfer to the device.
+            settings = _scalars(group)
+            numbers = np.array(list(settings.values()), model.spec.numbers.master)
+            counts = np.array([self.counts[name] for name in sorted(params)], np.int32)
             before = moments or self._zeros()
             # Donated: the results take the memory of parameters and moments, so that no other reference may exist.
             model.params, model.grads, self.moments = {}, None, {}
             model.params, self.moments = jax.block_until_ready(
-                _update(model.spec, self._type, params, grads, before, counts, numbers)
+                _update(model.spec, self._type, tuple(settings), params, grads, before, counts, numbers)
             )
         self.counts = {name: count + 1 for name, count in self.counts.items()}
 
@@ -99,22 +99,36 @@ def _scalars(group: dict[str, Any]) -> dict[str, float]:
     return numbers if betas is None else {**numbers, "beta1": betas[0], "beta2": betas[1]}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 4))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(3, 5))
 def _update(
     spec: ModelSpec,
     kind: str,
+    settings: tuple[str, ...],
     params: Params,
     grads: Params,
     moments: dict[str, dict[str, Array]],
-    counts: Mapping[str, Any],
-    numbers: dict[str, Array],
+    counts: Array,
+    values: Array,
 ) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
+    """Return parameters and moments after a step.
+
+    Args:
+        spec: the model.
+        kind: ``"adamw"`` or ``"sgd"``.
+        settings: names of ``values``.
+        params, grads: by name.
+        moments: by kind and name. Empty before the first step of SGD without momentum.
+        counts: [P] int32. Steps of each parameter so far, in the order of sorted names.
+        values: [S] in the dtype of the parameters. Settings of the optimizer.
+    """
+    numbers = dict(zip(settings, values, strict=True))
     if kind == "adamw":
+        steps = dict(zip(sorted(params), counts, strict=True))
         rule = optax.scale_by_adam(numbers["beta1"], numbers["beta2"], numbers["eps"])
         updates: dict[str, Array] = {}
         new: dict[str, dict[str, Array]] = {"exp_avg": {}, "exp_avg_sq": {}}
         for name, grad in grads.items():
-            state = optax.ScaleByAdamState(counts[name], moments["exp_avg"][name], moments["exp_avg_sq"][name])
+            state = optax.ScaleByAdamState(steps[name], moments["exp_avg"][name], moments["exp_avg_sq"][name])
             updates[name], state = rule.update(grad, state)
             new["exp_avg"][name], new["exp_avg_sq"][name] = state.mu, state.nu
         updates = {name: update + numbers["weight_decay"] * params[name] for name, update in updates.items()}

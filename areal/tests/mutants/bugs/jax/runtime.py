@@ -63,3 +63,17 @@ def tokens_of_the_first_stream(right: Function) -> Function:
 def memory_of_a_tpu_is_lent(right: Function) -> Function:
     """Arrays leave JAX by a protocol that it has for CPUs and GPUs only."""
     return torch.from_dlpack
+
+
+@mutant(
+    "areal.engine.jax.model.spec:ModelSpec.from_local",
+    "dist/jax/test_transfers.py::test_step_transfers_inputs_and_a_gradient_for_each_micro_batch[jax:d1]",
+)
+def inputs_copied_to_the_device_twice(right: Function) -> Function:
+    """Each array of a micro-batch goes to the device, and then again."""
+
+    def wrong(self: Any, values: Any) -> Any:
+        right(self, values)
+        return right(self, values)
+
+    return wrong
