@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,11 +71,22 @@ def parallelize(
         fully_shard(layer, mesh=shard_mesh, **options)
     options["reshard_after_forward"] = False
     fully_shard(model, mesh=shard_mesh, shard_placement_fn=_evenly, **options)
+    if expert_mesh is not None:
+        _gather_ahead([layer for layer in layers if isinstance(layer, FSDPModule)])
     # Gradients are sums over ranks. Gloo does not support pre-multiplied sums, so that the reduction must be a plain sum.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _gather_ahead(layers: Sequence[FSDPModule]) -> None:
+    """Gather the weights of the next layer, with its experts, before a layer computes.
+
+    Otherwise the gather is issued when the next layer begins: with experts, the host waits in each layer for the numbers of tokens.
+    """
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following, *stacked_experts(following)])
 
 
 def checkpoint_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, fraction: float) -> None:

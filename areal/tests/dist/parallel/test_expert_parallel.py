@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.engine.fsdp.expert_parallel import Dispatch, stacked_experts
@@ -159,3 +160,30 @@ def test_indivisible_experts_raise_on_every_rank(
     engine = create_engine(config(backend, path=model_dir(family, **changes)))
     with engine, pytest.raises(ValueError, match=message):
         engine.initialize(FinetuneSpec(total_train_steps=1))
+
+
+class Gathers(TorchDispatchMode):
+    """Number of gathers so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().startswith("c10d::_allgather_base_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.world(2)
+def test_weights_of_the_next_layer_are_gathered_before_a_layer_computes() -> None:
+    issued: list[int] = []
+    with started("fsdp:e2", path=model_dir("qwen3_moe")) as engine:
+        batch = local_batch(engine, global_batch())
+        engine.forward_batch(batch)
+        with Gathers() as gathers:
+            for experts in stacked_experts(engine._components.model):
+                experts.register_forward_pre_hook(lambda *_: issued.append(gathers.count), prepend=True)
+            engine.forward_batch(batch)
+    # The gathers that were issued when the experts of a layer begin: those of the second layer are among those of the first.
+    assert issued[0] > 0
+    assert issued[0::2] == issued[1::2]

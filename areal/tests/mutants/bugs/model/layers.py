@@ -52,3 +52,12 @@ def layers_of_transformers_kept(right: Function) -> Function:
 def compiled_layers_keep_cheap_results(right: Function) -> Function:
     """Selective checkpointing changes nothing in compiled layers."""
     return lambda backend: backend
+
+
+@mutant(
+    "areal.engine.fsdp.parallelize:_gather_ahead",
+    "dist/parallel/test_expert_parallel.py::test_weights_of_the_next_layer_are_gathered_before_a_layer_computes[*]",
+)
+def layers_gathered_when_they_begin(right: Function) -> Function:
+    """Weights of a layer are gathered when it begins, while the device has nothing to compute."""
+    return lambda layers: None
