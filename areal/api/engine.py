@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ __all__ = ["BatchInput", "Outputs", "TrainEngine", "default_loss_weight"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound=Mapping[str, Any])
 
 
 class TrainEngine(RankPosition, Offloadable):
@@ -99,6 +100,21 @@ class TrainEngine(RankPosition, Offloadable):
         """Set ``version``, the caller's counter of the weights. A checkpoint saves it."""
 
     # ---- batches
+
+    def put(self, samples: list[S]) -> list[S]:
+        """Return samples whose tensors a group of ranks does not send again, in any verb of any group. An engine returns its argument.
+
+        Tensors are found again by their identity: in other lists with some of these samples, and in copies with further keys, ``sample |
+        {...}``. A second ``put`` sends only what is new. Tensors that results of these samples have returned are not sent either. Those that
+        were changed in place are sent again; a change through another view of their memory, such as that of numpy, is not noticed.
+
+        Args:
+            samples: one dict for each sample.
+
+        Raises:
+            ValueError: it is not a list of dicts.
+        """
+        return samples
 
     @abstractmethod
     def microbatches(self, batch: BatchInput, *, mb_spec: MicroBatchSpec | None = None) -> MicroBatchList:
