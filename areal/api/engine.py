@@ -102,17 +102,9 @@ class TrainEngine(RankPosition, Offloadable):
     # ---- batches
 
     def put(self, samples: list[S]) -> list[S]:
-        """Return samples whose tensors a group of ranks does not send again, in any verb of any group. An engine returns its argument.
+        """Return samples that the verbs of all groups of ranks take by reference. An engine returns its argument.
 
-        Tensors are found again by their identity: in other lists with some of these samples, and in copies with further keys, ``sample |
-        {...}``. A second ``put`` sends only what is new. Tensors that results of these samples have returned are not sent either. Those that
-        were changed in place are sent again; a change through another view of their memory, such as that of numpy, is not noticed.
-
-        Args:
-            samples: one dict for each sample.
-
-        Raises:
-            ValueError: it is not a list of dicts.
+        The tensors of samples are found again by their identity, also in copies with further keys, ``sample | {...}``.
         """
         return samples
 

@@ -24,7 +24,7 @@ from areal.dispatch.shards import RemoteMicroBatches, ShardPlan, joined_layouts,
 from areal.dispatch.shared_devices.place import Place
 from areal.dispatch.shared_devices.turns import Turn
 from areal.dispatch.shared_devices.uses import Use
-from areal.dispatch.stored_samples import keep_results, put_shard
+from areal.dispatch.stored_samples import CallResults, keep_results, put_shard
 from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.engine.loss_call import LossCall
 
@@ -188,17 +188,14 @@ class Calls:
             )
         verb = self.verb(name, arguments, row.returned)
         if row.returned is Returned.SAMPLES:
+            call = CallResults(self.executor)
 
             def keep(result: Any, handles: list[Handle | None]) -> None:
-                keep_results(batch, plan.indices, self.by_coordinate(handles), result, self.executor)
+                if not self.executor.in_driver:
+                    keep_results(batch, plan.indices, self.by_coordinate(handles), result, call)
 
             return self.start(
-                name,
-                verb,
-                lambda values: plan.merge(self.by_coordinate(values)),
-                shards,
-                use=use,
-                keep=None if self.executor.in_driver else keep,
+                name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards, use=use, keep=keep
             )
         return self.start(name, verb, lambda values: plan.merge_steps(self.by_coordinate(values)), shards, use=use)
 

@@ -19,11 +19,18 @@ PIECE_BYTES = 2**20
 """Bytes after which a piece of the store ends. A rank reads complete pieces. Putting one costs as much as copying about so many bytes."""
 
 
-class Results:
-    """The results of one call, which stay in the store of the executor that has computed them until its processes are replaced."""
+class CallResults:
+    """The results of one call, which stay where they were computed until the processes are replaced.
+
+    Args:
+        executor: executor of the call, before it starts.
+
+    Attributes:
+        kind: kind of the executor.
+    """
 
     def __init__(self, executor: Executor) -> None:
-        self._executor, self._generation = weakref.ref(executor), executor.generation
+        self._executor, self._generation, self.kind = weakref.ref(executor), executor.generation, type(executor)
 
     @property
     def remain(self) -> bool:
@@ -33,7 +40,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Place:
+class StorePlace:
     """Place of a tensor in the store.
 
     Attributes:
@@ -51,7 +58,7 @@ class Place:
     row: int
     key: str
     executor: type
-    results: Results | None = None
+    results: CallResults | None = None
 
     def has(self, value: Tensor, executor: Executor) -> bool:
         """Return whether ranks of an executor find this tensor here, with its present numbers."""
@@ -72,7 +79,7 @@ class StoredSample(dict[str, Any]):
 
     __slots__ = ("places",)
 
-    def __init__(self, values: Mapping[str, Any], places: dict[int, Place]) -> None:
+    def __init__(self, values: Mapping[str, Any], places: dict[int, StorePlace]) -> None:
         super().__init__(values)
         self.places = places
 
@@ -83,7 +90,7 @@ class StoredSample(dict[str, Any]):
         # Other processes receive the values.
         return dict, (dict(self),)
 
-    def place_of(self, value: Any, executor: Executor) -> Place | None:
+    def place_of(self, value: Any, executor: Executor) -> StorePlace | None:
         """Return the place of one of the values for the ranks of an executor; ``None`` if it has to be sent."""
         place = self.places.get(id(value))
         return place if place is not None and place.has(value, executor) else None
@@ -94,7 +101,7 @@ class StoredSample(dict[str, Any]):
             for key, other in list(self.places.items()):
                 if other.tensor() is None:
                     self.places.pop(key, None)
-        self.places[id(value)] = Place(weakref.ref(value), _version(value), **place)
+        self.places[id(value)] = StorePlace(weakref.ref(value), _version(value), **place)
 
 
 def _version(x: Tensor) -> int:
@@ -113,11 +120,13 @@ def put_samples(samples: list[S], executor: Executor) -> list[S]:
     Raises:
         ValueError: the batch is not a list of samples, or cannot be sent.
     """
-    if isinstance(samples, Mapping) or not all(isinstance(sample, Mapping) for sample in samples):
-        kind = f"a {type(samples).__name__}" + ("" if isinstance(samples, Mapping) else " with other items than dicts")
-        raise ValueError(
-            f"samples is {kind}: put takes a list of dicts, one for each sample, of which it stores the tensors"
-        )
+    wrong = (
+        [f" with a {type(x).__name__}" for x in samples if not isinstance(x, Mapping)]
+        if type(samples) is list
+        else [""]
+    )
+    if wrong:
+        raise ValueError(f"samples is a {type(samples).__name__}{wrong[0]}: pass a list with one dict for each sample")
     if executor.in_driver:
         return samples
     stored = [sample if isinstance(sample, StoredSample) else StoredSample(sample, {}) for sample in samples]
@@ -177,8 +186,8 @@ def put_shard(shard: BatchInput, executor: Executor) -> Handle:
     numbers = {number: index for index, number in enumerate(handles)}
     pieces = [(numbers[number], keys, *places) for (number, keys), places in taken.items()]
     rest = executor.put(others) if any(others) else None
-    orders: dict[tuple[str, ...], tuple[str, ...]] = {}
     # One tuple for all samples with the same keys, which is pickled once.
+    orders: dict[tuple[str, ...], tuple[str, ...]] = {}
     keys_of = [orders.setdefault(keys, keys) for keys in map(tuple, shard)]
     return StoredShard((*handles.values(),), pickle.dumps((keys_of, pieces)), rest)
 
@@ -188,7 +197,7 @@ def keep_results(
     indices: Sequence[Sequence[int]],
     handles: Sequence[Handle | None],
     result: Any,
-    executor: Executor,
+    call: CallResults,
 ) -> None:
     """Note where the results of stored samples are, so that a sample that gets one as a key refers to it.
 
@@ -197,19 +206,17 @@ def keep_results(
         indices: samples of each coordinate.
         handles: refer to the results of each coordinate; ``None`` for those that no other process can read.
         result: results by sample: a list of tensors, or a dict of these.
-        executor: executor that has computed them.
+        call: the call that has computed them.
     """
     if isinstance(batch, Mapping):
         return
-    results = Results(executor)
     for name, values in (result if isinstance(result, dict) else {"": result}).items():
         for members, handle in zip(indices, handles, strict=True):
             column = None if handle is None else ResultColumn(handle, name)
             for row, i in enumerate(members if column is not None and isinstance(values, list) else ()):
                 sample, value = batch[i], values[i]
                 if isinstance(sample, StoredSample) and isinstance(value, Tensor):
-                    place = {"handle": column, "row": row, "key": name, "executor": type(executor)}
-                    sample.keep(value, **place, results=results)
+                    sample.keep(value, handle=column, row=row, key=name, executor=call.kind, results=call)
 
 
 # ---- in the process of a rank
@@ -238,8 +245,9 @@ class StoredShard:
             for position, row in zip(positions, rows, strict=True):
                 for key, stored in keys:
                     samples[position][key] = values[number][row][stored]
-        for sample, others in zip(samples, () if self.rest is None else self.rest.get(), strict=self.rest is not None):
-            sample.update(others)
+        if self.rest is not None:
+            for sample, others in zip(samples, self.rest.get(), strict=True):
+                sample.update(others)
         return samples
 
 

@@ -37,7 +37,7 @@ class Sent(Enum):
 
     SHARDS = "one shard for each data-parallel coordinate"
     MICROBATCHES = "which of the micro-batches that they hold"
-    TENSORS = "tensors that were not put before, once for all ranks"
+    TENSORS = "new tensors, once for all ranks"
     SAME = "the same arguments"
     NOTHING = "nothing"
     LIKE_VERB = "as for the verb that it starts"
@@ -52,7 +52,7 @@ class Returned(Enum):
     SAMPLES = "results in the caller's order, form and device, from one rank of each coordinate"
     MICROBATCHES = "one result for each micro-batch, in the order of the coordinates"
     LAYOUT = "the layout of the micro-batches, which stay on the ranks"
-    REFERENCES = "the samples, which verbs of all groups then take by reference"
+    REFERENCES = "samples that all groups take by reference"
     STREAM = "a stream of rank 0, bounded in bytes; all ranks iterate at the same pace"
     CONTEXT = "a context that all ranks enter and leave, also after an error"
     FUTURE = "a future of what the verb returns"

@@ -156,7 +156,7 @@ def test_only_new_and_changed_tensors_are_put(simulated_ray: SimulatedRay) -> No
         assert same(stored, samples)
         # Mini-batches, repeated and reordered samples, and copies.
         assert put_bytes(simulated_ray, group, stored[::-2])[1] == 0
-        assert put_bytes(simulated_ray, group, [stored[3] | {"rewards": stored[2]["rewards"]}, stored[3]])[1] == 0
+        assert put_bytes(simulated_ray, group, [stored[3] | {"scores": stored[3]["rewards"]}, stored[3]])[1] == 0
         # Further keys, and other values of a key.
         added = [sample | {"advantages": torch.ones(1000), "loss_mask": torch.zeros(1000)} for sample in stored]
         added, sent = put_bytes(simulated_ray, group, added)
@@ -226,11 +226,14 @@ def test_store_is_freed_with_the_samples(simulated_ray: SimulatedRay) -> None:
         before = objects()
         stored = group.put(samples_of([PIECE_BYTES // 64] * 8))
         assert objects() - before == 3
-        group.forward_batch(stored)
+        del stored
+        assert objects() == before
+        # Of results that the driver does not have any more, a bounded number is left.
+        stored = group.put(samples_of([10] * 4))
         for _ in range(40):
             group.forward_batch(stored)
-        assert objects() - before < 100
-        assert all(len(sample.places) < 30 for sample in stored if isinstance(sample, StoredSample))
+        assert objects() - before < 50
+        assert all(len(sample.places) < 20 for sample in stored if isinstance(sample, StoredSample))
         del stored
         assert objects() == before
 
@@ -260,5 +263,5 @@ def test_other_batches_are_refused(simulated_ray: SimulatedRay, wrong: Any) -> N
     groups = WorkerGroup(config("fsdp:d1", path="model"), InProcess())
     with recording_group(simulated_ray) as (group, _):
         for each in (group, groups):
-            with pytest.raises(ValueError, match=r"^samples is a (dict|list with .*): put takes a list of dicts"):
+            with pytest.raises(ValueError, match=r"^samples is a (dict|list with a Tensor): pass a list with one dict"):
                 each.put(wrong)
