@@ -122,13 +122,14 @@ def put_samples(samples: list[S], executor: Executor) -> list[S]:
     """
     wrong = (
         [f" with a {type(x).__name__}" for x in samples if not isinstance(x, Mapping)]
-        if type(samples) is list
+        if isinstance(samples, list)
         else [""]
     )
     if wrong:
         raise ValueError(f"samples is a {type(samples).__name__}{wrong[0]}: pass a list with one dict for each sample")
     if executor.in_driver:
         return samples
+    # Samples that were put before keep their places, of which later puts add more.
     stored = [sample if isinstance(sample, StoredSample) else StoredSample(sample, {}) for sample in samples]
     for piece in _pieces(stored, executor):
         handle = executor.put([values for _, values in piece], keep=True)
@@ -210,6 +211,7 @@ def keep_results(
     """
     if isinstance(batch, Mapping):
         return
+    # Row k of a coordinate's result is of the k-th of its samples. Results that are no tensors are not noted.
     for name, values in (result if isinstance(result, dict) else {"": result}).items():
         for members, handle in zip(indices, handles, strict=True):
             column = None if handle is None else ResultColumn(handle, name)
@@ -240,6 +242,7 @@ class StoredShard:
     def get(self) -> list[dict[str, Any]]:
         keys_of, pieces = pickle.loads(self.plan)
         values = [handle.get() for handle in self.handles]
+        # Keys in the driver's order.
         samples: list[dict[str, Any]] = [dict.fromkeys(keys) for keys in keys_of]
         for number, keys, positions, rows in pieces:
             for position, row in zip(positions, rows, strict=True):
