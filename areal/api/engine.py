@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ __all__ = ["BatchInput", "Outputs", "TrainEngine", "default_loss_weight"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound=Mapping[str, Any])
 
 
 class TrainEngine(RankPosition, Offloadable):
@@ -99,6 +100,13 @@ class TrainEngine(RankPosition, Offloadable):
         """Set ``version``, the caller's counter of the weights. A checkpoint saves it."""
 
     # ---- batches
+
+    def put(self, samples: list[S]) -> list[S]:
+        """Return samples that the verbs of all groups of ranks take by reference. An engine returns its argument.
+
+        The tensors of samples are found again by their identity, also in copies with further keys, ``sample | {...}``.
+        """
+        return samples
 
     @abstractmethod
     def microbatches(self, batch: BatchInput, *, mb_spec: MicroBatchSpec | None = None) -> MicroBatchList:

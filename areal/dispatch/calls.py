@@ -24,6 +24,7 @@ from areal.dispatch.shards import RemoteMicroBatches, ShardPlan, joined_layouts,
 from areal.dispatch.shared_devices.place import Place
 from areal.dispatch.shared_devices.turns import Turn
 from areal.dispatch.shared_devices.uses import Use
+from areal.dispatch.stored_samples import CallResults, keep_results, put_shard
 from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.engine.loss_call import LossCall
 
@@ -74,6 +75,7 @@ class Calls:
         arguments: Sequence[Any] | None = None,
         *,
         use: Use | None = None,
+        keep: Callable[[T, list[Handle | None]], None] | None = None,
     ) -> Pending[T]:
         """Run ``work`` on every rank.
 
@@ -83,6 +85,7 @@ class Calls:
             finish: makes the result from the values of all ranks.
             arguments: one for each rank; none by default.
             use: use of the engine, which lasts until the call has ended on the ranks; ``None`` for a call that needs no state.
+            keep: as in :class:`~areal.dispatch.executor.PendingCall`.
         """
         self._drop_unused()
         arguments = [None] * self.executor.size if arguments is None else arguments
@@ -97,7 +100,7 @@ class Calls:
             raise
         if begun is not None:
             begun.end_with(replies)
-        return PendingCall(replies, finish)
+        return PendingCall(replies, finish, keep)
 
     def run(
         self, what: str, work: Work, arguments: Sequence[Any] | None = None, *, use: Use | None = None
@@ -171,7 +174,8 @@ class Calls:
 
     def _start_on_shards(self, name: str, row: Route, arguments: dict[str, Any], use: Use | None) -> Pending[Any]:
         spec: MicroBatchSpec | None = arguments.pop("mb_spec", None)
-        plan, shards = self.shards(arguments.pop("batch"), computed_outputs(arguments), spec)
+        batch = arguments.pop("batch")
+        plan, shards = self.shards(batch, computed_outputs(arguments), spec)
         if spec is not None:
             arguments["mb_spec"] = spec = of_a_rank(spec)
         if row.returned is Returned.LAYOUT:
@@ -184,7 +188,15 @@ class Calls:
             )
         verb = self.verb(name, arguments, row.returned)
         if row.returned is Returned.SAMPLES:
-            return self.start(name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards, use=use)
+            call = CallResults(self.executor)
+
+            def keep(result: Any, handles: list[Handle | None]) -> None:
+                if not self.executor.in_driver:
+                    keep_results(batch, plan.indices, self.by_coordinate(handles), result, call)
+
+            return self.start(
+                name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards, use=use, keep=keep
+            )
         return self.start(name, verb, lambda values: plan.merge_steps(self.by_coordinate(values)), shards, use=use)
 
     def _kept(self, plan: ShardPlan, values: list[Any], key: str) -> RemoteMicroBatches:
@@ -230,7 +242,8 @@ class Calls:
             rules, n = rank_layouts[0].rules, 1 + max(rank_layout.dp_rank for rank_layout in rank_layouts)
             check = None if rules is None else partial(rules.cutting_by(mb_spec).plan, outputs=outputs, trees=False)
             plan = plan_shards(batch, spec, n, check=check)
-        handles = [self.executor.put(shard) for shard in plan.shards]
+        # Tensors that were put are not sent again.
+        handles = [put_shard(shard, self.executor) for shard in plan.shards]
         return plan, [handles[rank_layout.dp_rank] for rank_layout in rank_layouts]
 
     def verb(self, path: str, arguments: Mapping[str, Any], returned: Returned) -> Verb:

@@ -75,6 +75,7 @@ class Reply:
         text: text of the error.
         trace: traceback of the error in the process of the rank.
         error: the error itself, where it was raised in this process.
+        handle: refers to the value, where other processes can read it; ``None`` elsewhere.
     """
 
     value: Any = None
@@ -82,6 +83,7 @@ class Reply:
     text: str = ""
     trace: str = ""
     error: Exception | None = None
+    handle: Handle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors do not always survive a pickle; their text does.
@@ -125,8 +127,12 @@ class Executor(Protocol):
     @property
     def lost(self) -> Exception | None: ...
 
-    def put(self, value: Any) -> Handle:
+    def put(self, value: Any, *, keep: bool = False) -> Handle:
         """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank.
+
+        Args:
+            value: a batch, a shard or a piece of it.
+            keep: many calls get the handle, which is small whatever the size of the value.
 
         Raises:
             ValueError: the batch cannot be sent.
@@ -186,10 +192,16 @@ class PendingCall(Generic[T]):
     Args:
         replies: replies of all ranks.
         finish: makes the result from the values of all ranks, by rank. Called once, by the first :meth:`result`.
+        keep: called with the result, and the handles of the values of all ranks.
     """
 
-    def __init__(self, replies: Future[list[Reply]], finish: Callable[[list[Any]], T]) -> None:
-        self._replies, self._finish = replies, finish
+    def __init__(
+        self,
+        replies: Future[list[Reply]],
+        finish: Callable[[list[Any]], T],
+        keep: Callable[[T, list[Handle | None]], None] | None = None,
+    ) -> None:
+        self._replies, self._finish, self._keep = replies, finish, keep
         self._lock = threading.Lock()
         self._result: list[T] = []
 
@@ -203,7 +215,10 @@ class PendingCall(Generic[T]):
             raise error
         with self._lock:
             if not self._result:
-                self._result.append(self._finish([reply.value for reply in replies]))
+                result = self._finish([reply.value for reply in replies])
+                if self._keep is not None:
+                    self._keep(result, [reply.handle for reply in replies])
+                self._result.append(result)
         return self._result[0]
 
 
@@ -249,7 +264,7 @@ class InProcess:
         self.generation = 0
         self._objects = RankObjects(0, 1)
 
-    def put(self, value: Any) -> Handle:
+    def put(self, value: Any, *, keep: bool = False) -> Handle:
         return LocalHandle(value)
 
     def ship(self, function: Any, what: str) -> Handle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from areal.dispatch.rank_calls import CarriedState, RankLayout
 from areal.dispatch.remote_transport import GroupTransport
 from areal.dispatch.shared_devices.place import Place
 from areal.dispatch.shared_devices.uses import Use
+from areal.dispatch.stored_samples import put_samples
 from areal.dispatch.table import TABLE, DispatchedVerbs, GroupAdapters, Returned
 from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound=Mapping[str, Any])
 
 
 class WorkerGroup(DispatchedVerbs):
@@ -251,6 +253,9 @@ class WorkerGroup(DispatchedVerbs):
         """Note a checkpoint from which :meth:`restart` may go on."""
         if meta.weight_format == "dcp":
             self._checkpoints = [*self._checkpoints[-1:], meta]
+
+    def put(self, samples: list[S]) -> list[S]:
+        return put_samples(samples, self._executor)
 
     # ---- position in the layout: that of the driver
 

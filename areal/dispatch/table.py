@@ -37,6 +37,7 @@ class Sent(Enum):
 
     SHARDS = "one shard for each data-parallel coordinate"
     MICROBATCHES = "which of the micro-batches that they hold"
+    TENSORS = "new tensors, once for all ranks"
     SAME = "the same arguments"
     NOTHING = "nothing"
     LIKE_VERB = "as for the verb that it starts"
@@ -51,6 +52,7 @@ class Returned(Enum):
     SAMPLES = "results in the caller's order, form and device, from one rank of each coordinate"
     MICROBATCHES = "one result for each micro-batch, in the order of the coordinates"
     LAYOUT = "the layout of the micro-batches, which stay on the ranks"
+    REFERENCES = "samples that all groups take by reference"
     STREAM = "a stream of rank 0, bounded in bytes; all ranks iterate at the same pace"
     CONTEXT = "a context that all ranks enter and leave, also after an error"
     FUTURE = "a future of what the verb returns"
@@ -118,6 +120,7 @@ TABLE: dict[str, Route] = {
     "forward_backward": _shards(Returned.STEP, Use.FORWARD_BACKWARD),
     "eval_batch": _shards(Returned.STEP, Use.EVAL),
     "forward_batch": _shards(Returned.SAMPLES, Use.FORWARD),
+    "put": Route(Sent.TENSORS, Returned.REFERENCES),
     "microbatches": _shards(Returned.LAYOUT, None),
     "global_weight": Route(Sent.MICROBATCHES, Returned.RANK_0),
     "forward_backward_batch": Route(Sent.MICROBATCHES, Returned.MICROBATCHES, _PASS),

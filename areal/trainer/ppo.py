@@ -262,7 +262,9 @@ class PPOTrainer:
         """
         if not self._sum_over_ranks(len(samples)):
             return []
-        # What the objective and the estimator read of the models. Groups on separate devices compute at the same time.
+        # What the objective and the estimator read of the models. Groups on separate devices compute at the same time. Their ranks receive
+        # the samples once, for all models and updates.
+        samples = self._put(samples)
         scores: dict[str, Pending[Any]] = {}
         if self.updates.recompute_logprobs:
             # The policy's log-probs before the update, against which ratios are taken.
@@ -279,7 +281,13 @@ class PPOTrainer:
         samples = _with_key(samples, "group_tokens", group_tokens(samples))
         # Last: an estimator may read all of the above.
         rest = untrained if getattr(self.estimator, "compares_groups", False) else ()
-        return self.estimator([*samples, *rest], self.engine.global_sum)
+        return self._put(self.estimator([*samples, *rest], self.engine.global_sum))
+
+    def _put(self, samples: list[Sample]) -> list[Sample]:
+        """Return samples that are sent once to the ranks of all models."""
+        for engine in self.engines().values():
+            samples = engine.put(samples)
+        return samples
 
     def _minibatches(self, groups: list[Group], samples: list[Sample]) -> Iterator[list[Sample]]:
         """Yield this rank's samples of each mini-batch, epoch after epoch. A mini-batch has the same groups on any layout."""

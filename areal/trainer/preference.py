@@ -90,7 +90,7 @@ def dpo_trainer(
 
     # The reference's log-probs are computed per batch, immediately before the step that reads them.
     def prepare(pairs: collections.abc.Sequence[Pair]) -> list[dict[str, Any]]:
-        samples = flatten_pairs(pairs)
+        samples = engine.put(flatten_pairs(pairs))
         return [
             sample | {"ref_logprobs": logprobs}
             for sample, logprobs in zip(samples, start_reference(engine, reference, samples).result(), strict=True)

@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from areal.dispatch.executor import Reply
 from areal.dispatch.ray.results import unseal
+from areal.dispatch.ray.stored import StoredResult
 
 WATCHED = 16
 """Replies of a call of which Ray reports the arrival, at 30 us each. Of a call on more ranks, the others are asked for."""
@@ -169,7 +170,7 @@ class Replies:
         Raises:
             Loss: the process of the rank died.
         """
-        reply = _reply(rank, value)
+        reply = _reply(rank, value, call.waiting[rank])
         call.replies[rank] = reply
         del call.waiting[rank]
         call.watched.discard(rank)
@@ -220,8 +221,13 @@ def _value(ref: ObjectRef) -> Any:
         return error
 
 
-def _reply(rank: int, value: Any) -> Reply:
+def _reply(rank: int, value: Any, ref: ObjectRef) -> Reply:
     """Return the reply of a rank from what Ray has: a sealed reply, or an error.
+
+    Args:
+        rank: rank that replied.
+        value: reply, or error of Ray.
+        ref: reference of the reply.
 
     Raises:
         Loss: the process of the rank died.
@@ -229,7 +235,7 @@ def _reply(rank: int, value: Any) -> Reply:
     try:
         if isinstance(value, BaseException):
             raise value
-        return value if value.kind else Reply(unseal(value.value))
+        return value if value.kind else Reply(unseal(value.value), handle=StoredResult(ref))
     except RayTaskError as error:
         return Reply(None, "RuntimeError", f"{type(error.cause).__name__}: {error.cause}", str(error))
     except RayError as error:

@@ -1,4 +1,4 @@
-"""Values that go to the ranks: shards of a batch, and functions. Each is pickled once; the object store of Ray has those that are large."""
+"""Values that go to the ranks: shards of a batch, functions, and results of other ranks. The object store of Ray has those that are large."""
 
 from __future__ import annotations
 
@@ -61,6 +61,16 @@ class StoredBatch:
         return unseal(ray.get(self.ref))
 
 
+@dataclass(frozen=True)
+class StoredResult:
+    """The result of a rank, as it has replied it."""
+
+    ref: ObjectRef
+
+    def get(self) -> Any:
+        return unseal(ray.get(self.ref).value)
+
+
 SMALL = 128 * 2**10
 """Bytes of a batch up to which it travels in the calls: the object store takes longer."""
 
@@ -111,14 +121,18 @@ class Store:
         self._sent: Recent[StoredFunction] = Recent(FUNCTIONS)
         self._lock = threading.Lock()
 
-    def put(self, value: Any) -> Handle:
+    def put(self, value: Any, *, keep: bool = False) -> Handle:
         """Store a batch, once for all ranks that get the handle.
+
+        Args:
+            value: the batch.
+            keep: many calls get the handle: the value does not travel in them, however small it is.
 
         Raises:
             ValueError: the batch cannot be sent.
         """
         sealed = seal_batch(value)
-        small = sealed.nbytes + len(sealed.value) <= SMALL
+        small = not keep and sealed.nbytes + len(sealed.value) <= SMALL
         handle: Handle = SmallBatch(pickle.dumps(sealed)) if small else StoredBatch(ray.put(sealed))
         with self._lock:
             self.batches += 1

@@ -151,9 +151,9 @@ class RayWorkers:
 
     # ---- the protocol
 
-    def put(self, value: Any) -> Handle:
+    def put(self, value: Any, *, keep: bool = False) -> Handle:
         """Implement :meth:`areal.dispatch.executor.Executor.put`."""
-        return self.store.put(value)
+        return self.store.put(value, keep=keep)
 
     def ship(self, function: Any, what: str) -> Handle:
         """Implement :meth:`areal.dispatch.executor.Executor.ship`. The process of rank 0 loads a new function before any rank runs it."""

@@ -126,6 +126,42 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
         assert group.run(lambda engine, shard: engine.dp_rank) == [0, coordinates - 1]
 
 
+def epochs(group: WorkerGroup, samples: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """Score samples, and train on mini-batches of them in two epochs. Returns all results."""
+    logprobs, entropy = (group.forward_batch(samples, outputs=(name,)) for name in ("logprobs", "entropy"))
+    samples = [
+        sample | {"old_logprobs": a, "entropy": b, "step": torch.tensor(3.0)}
+        for sample, a, b in zip(samples, logprobs, entropy, strict=True)
+    ]
+    samples = group.put(samples)
+    steps = [untimed(group.train_batch(samples[first::2], loss)) for first in (0, 1, 1, 0)]
+    mbs = group.microbatches(samples[1:])
+    results = mbs.restore(group.forward_backward_batch(mbs, half_of_the_loss))
+    group.zero_grad()
+    shards = group.map(lambda engine, shard: [{**sample} for sample in shard], samples)
+    return logprobs, entropy, steps, results, shards, untimed(group.eval_batch(samples, loss)), weights_of(group)
+
+
+@pytest.mark.timeout(240)
+def test_samples_that_were_put_give_the_bits_of_plain_ones(pair: RayWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = global_batch()
+    with (
+        WorkerGroup(config("fsdp:d2"), pair, name="stored") as stored,
+        WorkerGroup(config("fsdp:d2"), pair, name="plain") as plain,
+    ):
+        stored.initialize(SPEC)
+        plain.initialize(SPEC)
+        before = pair.store.batches
+        samples = stored.put(batch)
+        actual = epochs(stored, samples)
+        # One piece of the batch, and one of the key that no rank has computed.
+        assert pair.store.batches == before + 2
+        monkeypatch.setattr(plain, "put", lambda samples: samples)
+        assert same(actual, epochs(plain, batch))
+        # A group of other processes' samples, which this one has put.
+        assert same(plain.forward_batch(samples), plain.forward_batch(batch))
+
+
 @pytest.mark.timeout(240)
 def test_adapters_and_reference(pair: RayWorkers) -> None:
     """Two groups share the processes: one with adapters, and one with the weights that these are trained on."""

@@ -25,6 +25,7 @@ import areal.tests.mutants.bugs.rollouts.rewards
 import areal.tests.mutants.bugs.rollouts.rollout
 import areal.tests.mutants.bugs.rollouts.servers
 import areal.tests.mutants.bugs.rollouts.sglang
+import areal.tests.mutants.bugs.rollouts.stored_samples
 import areal.tests.mutants.bugs.shared_devices
 import areal.tests.mutants.bugs.silent
 import areal.tests.mutants.bugs.step

@@ -30,9 +30,9 @@ class TwoSeats(InProcess):
         super().__init__()
         self.rules, self.sent = rules, 0
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: Any, *, keep: bool = False) -> Any:
         self.sent += 1
-        return super().put(value)
+        return super().put(value, keep=keep)
 
     def ship(self, function: Any, what: str) -> Any:
         self.sent += 1

@@ -59,11 +59,12 @@ class SimulatedRay:
     Attributes:
         stored: bytes that were put.
         sent: bytes of the arguments of calls.
+        returned: bytes of the replies to calls that ran.
         asked, read: references in all calls of ``wait`` and of ``get``.
     """
 
     def __init__(self) -> None:
-        self.stored = self.sent = self.asked = self.read = 0
+        self.stored = self.sent = self.returned = self.asked = self.read = 0
 
     def put(self, value: Any) -> Ref:
         pickled = cloudpickle.dumps(value)
@@ -154,7 +155,9 @@ class WorkingRank(SilentRank):
         what, pickled, argument = cloudpickle.loads(sent)
         # Ray reads references among the arguments themselves, and no others.
         work = pickled.its.result() if isinstance(pickled, Ref) else pickled
-        return Ref(self._process.run(what, cloudpickle.loads(work) if isinstance(pickled, Ref) else work, argument))
+        reply = self._process.run(what, cloudpickle.loads(work) if isinstance(pickled, Ref) else work, argument)
+        self._ray.returned += len(cloudpickle.dumps(reply))
+        return Ref(reply)
 
 
 class SimulatedWorkers:
@@ -177,8 +180,8 @@ class SimulatedWorkers:
         )
         self.watch = Watch(processes, Limits(**{"hang_seconds": 600.0, "grace_seconds": 600.0} | limits))
 
-    def put(self, value: Any) -> Handle:
-        return self.store.put(value)
+    def put(self, value: Any, *, keep: bool = False) -> Handle:
+        return self.store.put(value, keep=keep)
 
     def ship(self, function: Any, what: str) -> Handle:
         return self.store.ship(function, what, lambda _: "")
