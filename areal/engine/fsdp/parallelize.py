@@ -80,7 +80,7 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _gather_ahead(layers: Sequence[FSDPModule]) -> None:
+def _gather_ahead(layers: Sequence[Any]) -> None:
     """Gather the weights of the next layer, with its experts, before a layer computes.
 
     Otherwise the gather is issued when the next layer begins: with experts, the host waits in each layer for the numbers of tokens.
