@@ -81,7 +81,7 @@ def parallelize(
 
 
 def _gather_ahead(layers: Sequence[Any]) -> None:
-    """Gather the weights of the next layer, with its experts, before a layer computes.
+    """Let each of some FSDP modules gather the weights of the next layer, with its experts, before it computes.
 
     Otherwise the gather is issued when the next layer begins: with experts, the host waits in each layer for the numbers of tokens.
     """
