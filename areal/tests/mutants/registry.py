@@ -47,8 +47,8 @@ if find_spec("jax") is not None:
 
 # After Megatron's, which would repeat them.
 import areal.tests.mutants.bugs.gpu
-import areal.tests.mutants.bugs.model.plan
-import areal.tests.mutants.bugs.model.planned_memory  # noqa: F401
+import areal.tests.mutants.bugs.model.memory
+import areal.tests.mutants.bugs.model.plan  # noqa: F401
 
 
 def plant_in_worker(name: str) -> None:

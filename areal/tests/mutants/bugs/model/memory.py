@@ -1,4 +1,4 @@
-"""Bugs of the memory of plans that the suite must catch."""
+"""Bugs of memory that the suite must catch: of its prediction by plans, and of the advice where it runs out."""
 
 from __future__ import annotations
 
@@ -29,5 +29,21 @@ def logits_are_activations(right: Function) -> Function:
 
     def wrong(self: Any, tensor: Tensor, kind: str) -> None:
         right(self, tensor, "activations" if kind == "logits" else kind)
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.faults:locate",
+    "unit/engine/test_faults_text.py::test_way_out_of_memory_depends_on_the_sequences[seqlens0*]",
+)
+def one_sequence_is_to_be_cut(right: Function) -> Function:
+    """The advice for a micro-batch of one sequence is to lower the budget, which changes nothing."""
+
+    def wrong(error: Exception, mb: Any) -> Exception:
+        text = str(right(error, mb))
+        return RuntimeError(
+            text.replace("shorten the sequence, or choose a larger c", "lower mb_spec.max_tokens_per_mb")
+        )
 
     return wrong
