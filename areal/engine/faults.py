@@ -104,7 +104,11 @@ def locate(error: Exception, mb: MicroBatch | None) -> Exception:
         return error
     where = f"micro-batch {mb.index} of {mb.n_tokens} tokens ({mb.padded_length} padded, {len(mb.seqlens)} sequences)"
     if platform.is_out_of_memory(error):
-        return RuntimeError(f"out of memory in {where}: lower mb_spec.max_tokens_per_mb ({error})")
+        # A sequence is never cut: fewer tokens in a micro-batch help only where it has several.
+        lower = (
+            "lower mb_spec.max_tokens_per_mb" if len(mb.seqlens) > 1 else "shorten the sequence, or choose a larger c"
+        )
+        return RuntimeError(f"out of memory in {where}: {lower}, or set activation_checkpointing = 'full' ({error})")
     if isinstance(error, ValueError):
         return ValueError(f"{error} (in {where})")
     return RuntimeError(f"{type(error).__name__} in {where}: {error}{_raised_at(error)}")

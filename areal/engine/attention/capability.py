@@ -29,8 +29,8 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 def runs_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a variable-length kernel supports these tensors. Logs once why a GPU's kernels do not."""
     if device.type == "meta":
-        # In a plan, shapes and costs are those of a GPU.
-        return dtype in _FLASH_DTYPES and head_dim <= FLASH_HEAD_DIM
+        # In a plan, shapes and costs are those of a GPU, whose kernels for float32 have linear memory, too.
+        return dtype in (*_FLASH_DTYPES, torch.float32) and head_dim <= FLASH_HEAD_DIM
     if device.type != "cuda":
         return False
     reason = _missing(device, dtype, head_dim)

@@ -1,4 +1,4 @@
-"""Errors of a micro-batch say where they were raised."""
+"""Errors of a micro-batch say where they were raised, and what to do if memory ran out."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def test_error_names_the_lines_that_raised_it() -> None:
 
 def test_error_of_a_value_keeps_its_text() -> None:
     assert str(locate(ValueError("lr = 2: lower it"), MB)).startswith("lr = 2: lower it (in micro-batch 3")
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "way_out"),
+    [((5,), "shorten the sequence, or choose a larger c"), ((2, 3), "lower mb_spec.max_tokens_per_mb")],
+)
+def test_way_out_of_memory_depends_on_the_sequences(seqlens: tuple[int, ...], way_out: str) -> None:
+    mb: Any = SimpleNamespace(**{**vars(MB), "seqlens": seqlens})
+    text = str(locate(torch.OutOfMemoryError("8 GiB"), mb))
+    assert f"{len(seqlens)} sequences): {way_out}, or set activation_checkpointing = 'full' (8 GiB)" in text
