@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from areal.api.config import torch_dtype
 from areal.plan.layout_plan import LayoutPlan, collective_seconds
 from areal.plan.layout_search import PlanJob
+from areal.plan.state_bytes import count_parameters
 
 _GIB = 2**30
 
@@ -41,7 +43,20 @@ def describe_plan(plan: LayoutPlan, job: PlanJob) -> str:
             f"step: {plan.seconds:.3f} s; computation {slowest.trace.seconds:.3f} s, communication that it waits for {slowest.exposed:.3f} s, "
             f"communication in its background {slowest.overlapped:.3f} s",
             f"{plan.tokens_per_second:,.0f} tokens/s per rank, {slowest.trace.flops / plan.seconds / 1e12:.0f} TFLOP/s on rank {slowest.rank}",
+            _describe_update(plan, job),
         )
+    )
+
+
+def _describe_update(plan: LayoutPlan, job: PlanJob) -> str:
+    """Return the time of an update of inference servers: weights are gathered on all ranks, cast, and broadcast from rank 0."""
+    config, hardware = plan.config, job.hardware
+    nbytes = count_parameters(job.model) * torch_dtype(config.dtype).itemsize
+    gathered = hardware.collective_seconds("all_gather", nbytes, config.dims.world_size, 1)
+    sent = hardware.collective_seconds("send", nbytes, 2, hardware.ranks_per_node)
+    return (
+        f"update of servers: {nbytes / _GIB:.2f} GiB in {config.dtype}, gathered in {gathered:.3f} s and sent through the network card of "
+        f"rank 0 in {sent:.3f} s"
     )
 
 

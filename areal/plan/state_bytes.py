@@ -13,14 +13,19 @@ from areal.plan.planned_engine import PlannedEngine
 from areal.plan.planned_world import planned_world
 
 
+def count_parameters(path: str) -> int:
+    """Return the number of parameters of the model in a directory with a ``config.json``."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(path))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def describe_state(config: TrainEngineConfig) -> str:
     """Return a sentence about the bytes of parameters, gradients and optimizer state on a rank.
 
     Those of the first rank of the FSDP engine are counted. Other engines, adapters, and a process in a world, get an even division.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(config.path))
-    parameters, ranks = sum(parameter.numel() for parameter in model.parameters()), config.dims.world_size
+    parameters, ranks = count_parameters(config.path), config.dims.world_size
     if config.dims.backend == "fsdp" and config.lora is None and not dist.is_initialized():
         counted, nbytes = "rank 0", _first_rank_bytes(config)
     else:

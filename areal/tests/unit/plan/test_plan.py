@@ -15,6 +15,7 @@ from areal.plan.hardware import Hardware
 from areal.plan.layout_plan import Stage
 from areal.plan.layout_search import PlanJob, with_world_size
 from areal.plan.scaling_picture import save_scaling
+from areal.plan.state_bytes import count_parameters
 from areal.plan.step_recorder import Collective, CollectiveCalls
 from areal.plan.trace import Trace
 from areal.plan.uniform_layers import UniformLayers
@@ -93,7 +94,10 @@ def test_layout_fills_the_world() -> None:
 def test_command_prints_the_plan_and_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     model = family_dir("qwen3")
     options = ["--model", model, "--backend", "fsdp:t2", "--world-size", "4", "--sequence", "64"]
-    assert run_plan([*options, "--tokens-per-rank", "64", "--layouts", "2", "dtype=bfloat16"]) == 0
+    slow = ["--network-gbps", "0.001"]
+    assert run_plan([*options, *slow, "--tokens-per-rank", "64", "--layouts", "2", "dtype=bfloat16"]) == 0
+    # All weights in two bytes, at 1 MB/s.
+    seconds = count_parameters(model) * 2 / 1e6
     text = capsys.readouterr().out
     for words in (
         "fsdp:d2t2, ",
@@ -101,6 +105,7 @@ def test_command_prints_the_plan_and_the_best_layouts(capsys: pytest.CaptureFixt
         "peak memory of rank 0",
         "all_gather     shards",
         "layouts that fit",
+        f"sent through the network card of rank 0 in {seconds:.3f} s",
     ):
         assert words in text
 
