@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import math
 import time
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from areal.inference.http.answer import Answer
 from areal.inference.http.label import LABEL_SECONDS, Owner, ServerLabel, WrongLabel
@@ -28,6 +29,7 @@ from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 
 R = TypeVar("R", bound=ReplyBody)
+T = TypeVar("T")
 
 _PAUSE_AGAIN = 0.05
 """Seconds between two pauses of a server while requests are running."""
@@ -52,7 +54,7 @@ class Server:
         state: its weights, and whether it gets requests. Changed by :meth:`enter` only.
         routes: requests that it understands; ``None`` before the first contact.
         restarts: number of times that it was started anew.
-        requests: requests that are not answered yet.
+        requests: limits of the requests that are not answered yet. One that expires discards its request.
         turn: lock of updates, and of loads after a restart.
         loaded: weights of the last successful load; ``None`` if its weights came by another way.
     """
@@ -65,8 +67,10 @@ class Server:
         self.state: ServerState = Serving(version)
         self.routes: Routes | None = None
         self.restarts = 0
-        self.requests: set[asyncio.Task[Any]] = set()
+        self.requests: set[asyncio.Timeout] = set()
         self.turn = asyncio.Lock()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self.loaded: ServerWeights | None = None
         self._label = ServerLabel(connection, owner)
         self._start_version: int | None = None  # version of the weights with which it starts, if known
@@ -217,28 +221,39 @@ class Server:
             return None
         call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
         # A separate task, so that an update can cancel the request without cancelling the answer.
-        request = asyncio.get_running_loop().create_task(self._ask(routes, call, version, answer, silence))
-        self.requests.add(request)
+        # An update discards the request by its limit, without cancelling the answer.
+        limit = asyncio.timeout(None)
         try:
-            await asyncio.wait({request})
+            async with limit:
+                return await self._counted(limit, self._ask(routes, call, version, answer, silence))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return None
         except asyncio.CancelledError:
-            request.cancel()
-            await asyncio.wait({request})
             abort = routes.abort(name)
             if abort is not None:
                 with contextlib.suppress(RuntimeError, ValueError):
                     await asyncio.shield(self.connection.send(abort, 1.0))
             raise
+
+    async def _counted(self, limit: asyncio.Timeout, request: Awaitable[T]) -> T:
+        """Await a request, which is one of :attr:`requests` meanwhile."""
+        self.requests.add(limit)
+        self._is_idle.clear()
+        try:
+            return await request
         finally:
-            self.requests.discard(request)
-        return None if request.cancelled() else request.result()
+            self.requests.discard(limit)
+            if not self.requests:
+                self._is_idle.set()
 
     async def _ask(
         self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, silence: float
     ) -> tuple[ReplyPart, list[int]] | None:
         """Send a request, and read the reply. Its form was checked by the schema, here it is whether its content is possible."""
         try:
-            body = await self.connection.send_patiently(call, silence, self._label.note_connection, answer.note_life)
+            body = await self.connection.send(call, silence, self._label.note_connection, answer.note_life)
         except StatusError as error:
             if _NOT_FINITE in error.text:
                 raise self._not_finite(str(error)) from error
@@ -373,17 +388,21 @@ class Server:
         """
         deadline = time.monotonic() + seconds
         while self.requests and time.monotonic() < deadline:
-            _, running = await asyncio.wait(set(self.requests), timeout=min(_PAUSE_AGAIN, seconds))
-            if running:
+            if not await self._idle_within(min(_PAUSE_AGAIN, seconds)):
                 await self.connection.insist(routes.pauses.interrupt, deadline)
-        late = set(self.requests)
-        for request in late:
-            request.cancel()
-        if late:
-            await asyncio.wait(late)
+        for request in self.requests:
+            if not request.expired():
+                request.reschedule(0.0)
+        await self._is_idle.wait()
+
+    async def _idle_within(self, seconds: float) -> bool:
+        """Return whether all requests end within some seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), seconds)
+        return not self.requests
 
     async def close(self) -> None:
         """Leave the server to others, and close the connections."""
         if self.routes is not None and not isinstance(self.state, Away):
             await self._label.release(self.routes, 2.0)
-        await self.connection.close()
+        self.connection.close()
