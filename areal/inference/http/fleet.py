@@ -17,6 +17,7 @@ from areal.inference.http.folder_update import restore_server, update_server
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Away, Lost, ServerWeights, Serving, Taken, UpdateTimes, Updating
+from areal.inference.http.thread_call import ThreadCall
 
 T = TypeVar("T")
 
@@ -63,6 +64,10 @@ class Fleet:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the event loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the event loop, from any other one. Cancelling this cancels it."""
+        return await ThreadCall(work, self._loop).result()
 
     def stop(self) -> None:
         """End the thread, after :meth:`close`."""

@@ -35,6 +35,7 @@ from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
 
+_CLOSED = "the rollout was closed: make another one"
 _GROUP_SECONDS = 120.0
 """Maximum seconds of a step of an update over a process group. The other ranks wait in a collective of the engine meanwhile."""
 
@@ -181,7 +182,7 @@ class HTTPRollout:
         prompt = checked_prompt(prompt_ids, self._model.vocab_size)
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
-        return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop))))
+        return await self._fleet.run(self._answer(Answer(prompt, sampling, stop)))
 
     def sync(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights, or with an adapter of the dialect its selected adapter alone, to all servers. Collective over ``control``.
@@ -299,7 +300,7 @@ class HTTPRollout:
         """Start a coroutine on the event loop of the servers, from any thread."""
         if self._closed:
             work.close()
-            raise RuntimeError("the rollout was closed: make another one")
+            raise RuntimeError(_CLOSED)
         return self._fleet.submit(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -310,8 +311,8 @@ class HTTPRollout:
     async def _answer(self, answer: Answer) -> Completion:
         """Send requests until the answer is complete."""
         task = asyncio.current_task()
-        if task is None or self._closed:
-            raise RuntimeError("the rollout was closed: make another one")
+        if task is None:
+            raise RuntimeError("an answer is generated in a task")
         self._check_awake()
         self._tasks.add(task)
         try:
@@ -353,6 +354,8 @@ class HTTPRollout:
             await asyncio.sleep(0.05)
 
     def _check_awake(self) -> None:
+        if self._closed:
+            raise RuntimeError(_CLOSED)
         if self._asleep:
             raise RuntimeError("the rollout is asleep: call wake() first")
 

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable
 from typing import TypeVar
 
 from areal.inference.http.answer import Answer
+from areal.inference.http.in_flight import InFlight
 from areal.inference.http.label import LABEL_SECONDS, Owner, ServerLabel, WrongLabel
 from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server_connection import HEALTH, ServerConnection, StatusError, Unavailable, UnexpectedStatus
@@ -29,7 +29,6 @@ from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 
 R = TypeVar("R", bound=ReplyBody)
-T = TypeVar("T")
 
 _PAUSE_AGAIN = 0.05
 """Seconds between two pauses of a server while requests are running."""
@@ -54,7 +53,7 @@ class Server:
         state: its weights, and whether it gets requests. Changed by :meth:`enter` only.
         routes: requests that it understands; ``None`` before the first contact.
         restarts: number of times that it was started anew.
-        requests: limits of the requests that are not answered yet. One that expires discards its request.
+        requests: requests that are not answered yet.
         turn: lock of updates, and of loads after a restart.
         loaded: weights of the last successful load; ``None`` if its weights came by another way.
     """
@@ -67,10 +66,8 @@ class Server:
         self.state: ServerState = Serving(version)
         self.routes: Routes | None = None
         self.restarts = 0
-        self.requests: set[asyncio.Timeout] = set()
+        self.requests = InFlight()
         self.turn = asyncio.Lock()
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self.loaded: ServerWeights | None = None
         self._label = ServerLabel(connection, owner)
         self._start_version: int | None = None  # version of the weights with which it starts, if known
@@ -221,32 +218,14 @@ class Server:
             return None
         call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
         # A separate task, so that an update can cancel the request without cancelling the answer.
-        # An update discards the request by its limit, without cancelling the answer.
-        limit = asyncio.timeout(None)
         try:
-            async with limit:
-                return await self._counted(limit, self._ask(routes, call, version, answer, silence))
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return None
+            return await self.requests.run(self._ask(routes, call, version, answer, silence))
         except asyncio.CancelledError:
             abort = routes.abort(name)
             if abort is not None:
                 with contextlib.suppress(RuntimeError, ValueError):
                     await asyncio.shield(self.connection.send(abort, 1.0))
             raise
-
-    async def _counted(self, limit: asyncio.Timeout, request: Awaitable[T]) -> T:
-        """Await a request, which is one of :attr:`requests` meanwhile."""
-        self.requests.add(limit)
-        self._is_idle.clear()
-        try:
-            return await request
-        finally:
-            self.requests.discard(limit)
-            if not self.requests:
-                self._is_idle.set()
 
     async def _ask(
         self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, silence: float
@@ -387,19 +366,10 @@ class Server:
         Requests that reach a server after a pause wait there. The next pause sends them back.
         """
         deadline = time.monotonic() + seconds
-        while self.requests and time.monotonic() < deadline:
-            if not await self._idle_within(min(_PAUSE_AGAIN, seconds)):
+        while len(self.requests) and time.monotonic() < deadline:
+            if not await self.requests.end_within(min(_PAUSE_AGAIN, seconds)):
                 await self.connection.insist(routes.pauses.interrupt, deadline)
-        for request in self.requests:
-            if not request.expired():
-                request.reschedule(0.0)
-        await self._is_idle.wait()
-
-    async def _idle_within(self, seconds: float) -> bool:
-        """Return whether all requests end within some seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_idle.wait(), seconds)
-        return not self.requests
+        await self.requests.discard()
 
     async def close(self) -> None:
         """Leave the server to others, and close the connections."""
