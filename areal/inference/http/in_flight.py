@@ -7,50 +7,67 @@ import contextlib
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from areal.inference.http.concurrency_limit import ConcurrencyLimit
+
 T = TypeVar("T")
 
 
 class InFlight:
-    """Requests of one server that are not answered yet. An update discards them without cancelling their answers."""
+    """Requests of one server that are not answered yet. An update discards them without cancelling their answers.
 
-    def __init__(self) -> None:
-        self._limits: set[asyncio.Timeout] = set()
+    Args:
+        limit: number of requests at once. It is kept by the caller.
+    """
+
+    def __init__(self, limit: ConcurrencyLimit) -> None:
+        self.limit = limit
+        self._running: set[asyncio.Timeout] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
     def __len__(self) -> int:
-        return len(self._limits)
+        return len(self._running)
+
+    @property
+    def room(self) -> float:
+        """Number of further requests."""
+        return max(0, self.limit.value - len(self._running))
+
+    @property
+    def load(self) -> tuple[float, int]:
+        """Requests relative to the limit, and their number."""
+        return len(self._running) / self.limit.value, len(self._running)
 
     async def run(self, request: Awaitable[T]) -> T | None:
         """Return the result of a request, or ``None`` if it is discarded."""
-        limit = asyncio.timeout(None)
+        discarded = asyncio.timeout(None)
         try:
-            async with limit:
-                return await self._count(limit, request)
+            async with discarded:
+                return await self._count(discarded, request)
         except TimeoutError:
-            if not limit.expired():
+            if not discarded.expired():
                 raise
             return None
 
-    async def _count(self, limit: asyncio.Timeout, request: Awaitable[T]) -> T:
-        self._limits.add(limit)
+    async def _count(self, discarded: asyncio.Timeout, request: Awaitable[T]) -> T:
+        self._running.add(discarded)
         self._is_empty.clear()
         try:
             return await request
         finally:
-            self._limits.discard(limit)
-            if not self._limits:
+            self._running.discard(discarded)
+            if not self._running:
                 self._is_empty.set()
 
     async def end_within(self, seconds: float) -> bool:
         """Return whether there is no request left after some seconds at most."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_empty.wait(), seconds)
-        return not self._limits
+        return not self._running
 
     async def discard(self) -> None:
         """Discard all requests."""
-        for limit in self._limits:
-            if not limit.expired():
-                limit.reschedule(0.0)
+        for each in self._running:
+            if not each.expired():
+                each.reschedule(0.0)
         await self._is_empty.wait()

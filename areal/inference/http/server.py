@@ -9,6 +9,7 @@ import time
 from typing import TypeVar
 
 from areal.inference.http.answer import Answer
+from areal.inference.http.concurrency_limit import ConcurrencyLimit
 from areal.inference.http.in_flight import InFlight
 from areal.inference.http.label import LABEL_SECONDS, Owner, ServerLabel, WrongLabel
 from areal.inference.http.model_check import ModelCheck
@@ -48,6 +49,7 @@ class Server:
         owner: whose labels it gets.
         version: version of the weights that the server has now.
         model: the model that it must have.
+        max_requests: maximum number of requests at once; ``None`` for no limit.
 
     Attributes:
         state: its weights, and whether it gets requests. Changed by :meth:`enter` only.
@@ -59,14 +61,20 @@ class Server:
     """
 
     def __init__(
-        self, connection: ServerConnection, dialect: Dialect, owner: Owner, version: int, model: ModelCheck
+        self,
+        connection: ServerConnection,
+        dialect: Dialect,
+        owner: Owner,
+        version: int,
+        model: ModelCheck,
+        max_requests: int | None = None,
     ) -> None:
         self.connection, self._dialect, self._owner, self._model = connection, dialect, owner, model
         self.url = connection.url
         self.state: ServerState = Serving(version)
         self.routes: Routes | None = None
         self.restarts = 0
-        self.requests = InFlight()
+        self.requests = InFlight(ConcurrencyLimit(max_requests))
         self.turn = asyncio.Lock()
         self.loaded: ServerWeights | None = None
         self._label = ServerLabel(connection, owner)
@@ -81,6 +89,11 @@ class Server:
     def why(self) -> str:
         """Reason for which it gets no requests; empty if it gets them."""
         return self.state.why
+
+    @property
+    def can_take(self) -> float:
+        """Number of requests that it can take now."""
+        return self.requests.room if isinstance(self.state, Serving) else 0
 
     def enter(self, state: ServerState) -> None:
         """Enter a state. A server of another owner stays taken."""
@@ -231,6 +244,7 @@ class Server:
         self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, silence: float
     ) -> tuple[ReplyPart, list[int]] | None:
         """Send a request, and read the reply. Its form was checked by the schema, here it is whether its content is possible."""
+        began = time.monotonic()
         try:
             body = await self.connection.send(call, silence, self._label.note_connection, answer.note_life)
         except StatusError as error:
@@ -242,6 +256,7 @@ class Server:
             answer.check(reply)
         except ValueError as error:
             raise RuntimeError(f"{self.url}{call.route}: the reply cannot be: {error}") from error
+        self.requests.limit.note(began, len(reply.tokens), len(self.requests))
         if not all(map(math.isfinite, reply.logprobs)):
             raise self._not_finite(f"{self.url}{call.route}: {reply.logprobs}")
         if reply.labels is None:
@@ -286,6 +301,7 @@ class Server:
             fault = fault or str(error)
         if isinstance(self.state, Updating):
             self.enter(self.state.then)
+        self.requests.limit.restart()
         return fault
 
     async def load(self, weights: ServerWeights, seconds: float, *, again: bool) -> None:
