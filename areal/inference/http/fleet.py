@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -104,7 +105,7 @@ class Fleet:
             RuntimeError: no server has known weights, and none can get them before an update.
         """
         ticket = None
-        while not (ready := [server for server in self.servers if server.can_take > 0]):
+        while not (ready := self._ready()):
             if all(isinstance(server.state, Lost | Taken) for server in self.servers):
                 raise RuntimeError(f"no server has known weights: {'; '.join(server.why for server in self.servers)}")
             # Servers that are in an update or have enough requests return by themselves; others may never.
@@ -117,7 +118,7 @@ class Fleet:
             except TimeoutError:
                 return None
         answer.deadline = answer.deadline or time.monotonic() + patience
-        fewest = min(ready, key=lambda server: server.requests.load)
+        fewest = min(ready, key=operator.attrgetter("requests.load"))
         # A server that has the prompt's keys and values may have a little more to do than others.
         text = answer.prompt + answer.tokens
         known = self._affinity.find(text) if len(self.servers) > 1 else None
@@ -131,7 +132,11 @@ class Fleet:
     def admit(self) -> None:
         """Let as many answers go on as there are requests that servers can take."""
         if self._line:
-            self._line.wake(sum(server.can_take for server in self.servers))
+            self._line.wake(sum([server.requests.room for server in self._ready()]))
+
+    def _ready(self) -> list[Server]:
+        """Return the servers that can take another request."""
+        return [each for each in self.servers if each.requests.room > 0 and isinstance(each.state, Serving)]
 
     def report(self, server: Server) -> None:
         """Note that a server could not be reached, or was started anew. It gets no requests until it has the current weights."""

@@ -17,6 +17,11 @@ class InFlight:
 
     Args:
         limit: number of requests at once. It is kept by the caller.
+
+    Attributes:
+        limit: as given.
+        room: number of further requests.
+        load: requests relative to the limit, and their number.
     """
 
     def __init__(self, limit: ConcurrencyLimit) -> None:
@@ -24,19 +29,10 @@ class InFlight:
         self._running: set[asyncio.Timeout] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._measure()
 
     def __len__(self) -> int:
         return len(self._running)
-
-    @property
-    def room(self) -> float:
-        """Number of further requests."""
-        return max(0, self.limit.value - len(self._running))
-
-    @property
-    def load(self) -> tuple[float, int]:
-        """Requests relative to the limit, and their number."""
-        return len(self._running) / self.limit.value, len(self._running)
 
     async def run(self, request: Awaitable[T]) -> T | None:
         """Return the result of a request, or ``None`` if it is discarded."""
@@ -52,12 +48,19 @@ class InFlight:
     async def _count(self, discarded: asyncio.Timeout, request: Awaitable[T]) -> T:
         self._running.add(discarded)
         self._is_empty.clear()
+        self._measure()
         try:
             return await request
         finally:
             self._running.discard(discarded)
+            self._measure()
             if not self._running:
                 self._is_empty.set()
+
+    def _measure(self) -> None:
+        # Attributes and no properties: all servers are looked at for each request.
+        count, limit = len(self._running), self.limit.value
+        self.room, self.load = max(0, limit - count), (count / limit, count)
 
     async def end_within(self, seconds: float) -> bool:
         """Return whether there is no request left after some seconds at most."""

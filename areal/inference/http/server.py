@@ -90,11 +90,6 @@ class Server:
         """Reason for which it gets no requests; empty if it gets them."""
         return self.state.why
 
-    @property
-    def can_take(self) -> float:
-        """Number of requests that it can take now."""
-        return self.requests.room if isinstance(self.state, Serving) else 0
-
     def enter(self, state: ServerState) -> None:
         """Enter a state. A server of another owner stays taken."""
         if not isinstance(self.state, Taken):

@@ -14,6 +14,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._chosen = 0  # answers that were chosen and have not gone on yet
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -40,17 +41,24 @@ class WaitingLine:
         except (asyncio.CancelledError, TimeoutError):
             # An answer that was chosen and cancelled at once leaves its turn to the next one.
             if not woken.cancelled():
-                self.wake(1)
+                self._choose(1)
             raise
+        finally:
+            if not woken.cancelled():
+                self._chosen -= 1
 
     def wake(self, count: float = math.inf) -> None:
         """Let the first answers go on.
 
         Args:
-            count: number of requests that servers can take.
+            count: number of requests that servers can take, also for those that were chosen and have not gone on yet.
         """
+        self._choose(count - self._chosen)
+
+    def _choose(self, count: float) -> None:
         while self._waiting and count > 0:
             woken = heapq.heappop(self._waiting)[2]
             if not woken.done():
                 woken.set_result(None)
+                self._chosen += 1
                 count -= 1
