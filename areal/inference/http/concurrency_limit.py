@@ -22,8 +22,8 @@ class ConcurrencyLimit:
     server that becomes slower or faster, as with longer prompts or after preemptions.
 
     By Little's law, the throughput is the limit times the tokens of all replies, divided by the seconds that their requests took. Only
-    requests that began after the last change of the limit count, and only replies that come while the server has as many requests as it may:
-    with less to do, nothing is learnt, and the limit stays.
+    requests that began after the first reply since the last change of the limit count, because those that began together do not wait for each
+    other yet, and only replies that come while the server has as many requests as it may: with less to do, the limit stays.
 
     Args:
         maximum: largest limit; ``None`` for no limit.
@@ -42,7 +42,7 @@ class ConcurrencyLimit:
 
     def restart(self) -> None:
         """Begin the measurement anew: what the requests under way take says nothing."""
-        self._start = time.monotonic()
+        self._start: float | None = None
         self._replies = self._tokens = 0
         self._seconds = 0.0
 
@@ -54,11 +54,16 @@ class ConcurrencyLimit:
             tokens: number of its tokens.
             in_flight: number of requests that the server has, with this one.
         """
-        if began < self._start or in_flight < self.value:
+        now = time.monotonic()
+        if in_flight < self.value:
+            return
+        if self._start is None:
+            self._start = now
+        if began < self._start:
             return
         self._replies += 1
         self._tokens += tokens
-        self._seconds += time.monotonic() - began
+        self._seconds += now - began
         if self._replies >= max(self.value, _FEWEST_REPLIES):
             self._compare(self.value * self._tokens / self._seconds)
             self.restart()
