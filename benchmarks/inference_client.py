@@ -147,7 +147,7 @@ def servers(given: argparse.Namespace) -> Iterator[list[int]]:
     ]
     command = [sys.executable, "-m", "areal.tests.harness.servers.canned_server", *options]
     with contextlib.ExitStack() as stack:
-        ports = []
+        ports: list[int] = []
         for _ in range(given.processes):
             process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)

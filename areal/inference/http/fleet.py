@@ -134,6 +134,13 @@ class Fleet:
         if self._line:
             self._line.wake(sum([server.requests.room for server in self._ready()]))
 
+    def _notify(self) -> None:
+        """Let answers go on after a change of a server's state. Without a server in use, all do: they get a deadline, or raise."""
+        if any(isinstance(server.state, Serving) for server in self.servers):
+            self.admit()
+        else:
+            self._line.wake()
+
     def _ready(self) -> list[Server]:
         """Return the servers that can take another request."""
         return [each for each in self.servers if each.requests.room > 0 and isinstance(each.state, Serving)]
@@ -142,7 +149,7 @@ class Fleet:
         """Note that a server could not be reached, or was started anew. It gets no requests until it has the current weights."""
         if isinstance(server.state, Serving):
             server.enter(Away(server.version, f"{server.url} cannot be reached"))
-            self._line.wake()  # from now on, answers that wait for it have a deadline
+            self._notify()
         if isinstance(server.state, Lost | Taken | Updating) or self._returns(server):
             return
         self.counts["away"] += 1
@@ -163,7 +170,7 @@ class Fleet:
             except (RuntimeError, ValueError) as error:
                 server.enter(Lost(f"{server.url} is left out until the next update: {error}"))
                 logger.warning(server.why)
-            self._line.wake()
+            self._notify()
 
     # ---- updates
 
@@ -203,7 +210,7 @@ class Fleet:
             return server.why
         finally:
             # The trainer, which waits for the update, goes on before the requests do.
-            asyncio.get_running_loop().call_later(_HANDOVER_SECONDS, self._line.wake)
+            asyncio.get_running_loop().call_later(_HANDOVER_SECONDS, self._notify)
 
     # ---- updates over a process group
 
@@ -252,7 +259,7 @@ class Fleet:
             self.desired = ServerWeights(version, folder=None)
             for server in set(self.servers) - set(servers):
                 server.enter(Lost(f"{server.url} was away when version {version} was sent: it gets the next one"))
-        self._line.wake()
+        self._notify()
         found = [end for server, end in zip(servers, ends, strict=True) if end and server.url not in faults]
         if found:
             raise RuntimeError("; ".join(found))
