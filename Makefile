@@ -151,9 +151,8 @@ bench-overhead: $(VENV)/.test ## Measure the engine's own overhead, on one rank 
 bench-gpu: $(VENV)/.test ## Measure training steps of Qwen3 shapes on a GPU.
 	$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
 
-bench-client: $(VENV)/.test ## Measure the client of inference servers on stand-ins, also with 20,000 requests at once.
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_client
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_client --processes 2 --concurrent 20000 --requests 40000 --max-requests 128 --seconds 2 --rounds 1
+bench-client: $(VENV)/.test ## Measure the client of inference servers on stand-ins.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_client $(BENCH_ARGS)
 
 bench-servers: $(VENV)/.test $(VENV)-vllm/.ready ## Measure updates and generation of a real vLLM server, on the CPU.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_servers

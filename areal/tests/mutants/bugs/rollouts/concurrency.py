@@ -71,17 +71,3 @@ def cancelled_request_goes_on(right: Function) -> Function:
         self.is_free = False
 
     return wrong
-
-
-@mutant(
-    "areal.inference.http.http_connection:HTTPConnection.on_message_complete",
-    CONNECTION.format("connection_that_the_server_ends_is_not_used_again"),
-)
-def ended_connection_used_again(right: Function) -> Function:
-    """A connection is used again although the server said that it closes it."""
-
-    def wrong(self: Any) -> None:
-        right(self)
-        self.is_free = True
-
-    return wrong
