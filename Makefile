@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-sglang test-tpu test-verl test-skyrl test-trl test-agents test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-sglang test-tpu test-verl test-skyrl test-trl test-agents test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-client bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -150,6 +150,9 @@ bench-overhead: $(VENV)/.test ## Measure the engine's own overhead, on one rank 
 
 bench-gpu: $(VENV)/.test ## Measure training steps of Qwen3 shapes on a GPU.
 	$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
+
+bench-client: $(VENV)/.test ## Measure the client of inference servers on stand-ins.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_client $(BENCH_ARGS)
 
 bench-servers: $(VENV)/.test $(VENV)-vllm/.ready ## Measure updates and generation of a real vLLM server, on the CPU.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_servers

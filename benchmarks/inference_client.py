@@ -1,13 +1,13 @@
-"""CPU time of the client of inference servers per request, on stand-in servers with canned replies: ``python -m benchmarks.inference_client``.
+"""CPU time and memory of the client of inference servers per request, on stand-in servers with canned replies: ``make bench-client``.
 
-The same requests are sent by a client of asyncio streams and ``json``, in turn. A process of its own runs the servers.
+The same requests are sent by a client of asyncio streams and ``json``, in turn. Processes of their own run the servers.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
+import contextlib
 import json
 import os
 import resource
@@ -15,102 +15,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from areal.inference import VLLM, HTTPRollout, Sampling
+from areal.tests.harness.servers.canned_server import ROUTE
 
 PROMPT = list(range(1, 33))
-ROUTE = "/inference/v1/generate"
-_PATHS = (ROUTE, "/weight_info", "/update_weight_version", "/openapi.json", "/health", "/pause", "/resume")
-
-
-def generated(tokens: int, label: str) -> bytes:
-    """Return a reply of vLLM with a number of tokens, of weights with a label."""
-    ids = [(7 * i) % 1000 for i in range(tokens)]
-    content: list[dict[str, Any]] = [
-        {"token": f"token_id:{i}", "token_id": i, "logprob": -1.2345678, "bytes": None, "top_logprobs": []} for i in ids
-    ]
-    choice = {
-        "index": 0,
-        "finish_reason": "length",
-        "stop_reason": None,
-        "token_ids": ids,
-        "logprobs": {"content": content},
-    }
-    choice["weight_versions"] = [{"version": label, "start": 0, "end": tokens}]
-    return json.dumps({"request_id": "x", "choices": [choice], "prompt_logprobs": None}).encode()
-
-
-class Server:
-    """Stand-in for one server.
-
-    Args:
-        tokens: length of each answer.
-        seconds: time of an answer.
-    """
-
-    def __init__(self, tokens: int, seconds: float) -> None:
-        self.tokens, self.seconds = tokens, seconds
-        self.replies = {
-            b"/openapi.json": json.dumps({"paths": {path: {} for path in _PATHS}}).encode(),
-            b"/tokenize": b'{"tokens": [1, 2, 3]}',
-            b"/resume": b'{"status": "resumed"}',
-        }
-        self.label("default")
-
-    def label(self, label: str) -> None:
-        """Set the label of the weights."""
-        self.replies[b"/weight_info"] = json.dumps({"weight_version": label}).encode()
-        self.replies[ROUTE.encode()] = generated(self.tokens, label)
-
-    def reply(self, path: bytes, body: bytes) -> tuple[bytes, float]:
-        """Return the body of a reply, and the seconds until it is sent."""
-        if path == b"/update_weight_version":
-            self.label(json.loads(body)["new_version"])
-        return self.replies.get(path, b"{}"), self.seconds if path == ROUTE.encode() else 0.0
-
-
-class Connection(asyncio.Protocol):
-    """One connection to a stand-in server."""
-
-    def __init__(self, server: Server) -> None:
-        self._server, self._data = server, b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: Any = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        while (end := self._data.find(b"\r\n\r\n")) >= 0:
-            head = self._data[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            if len(self._data) < end + 4 + length:
-                return
-            path = self._data.split(b" ", 2)[1].split(b"?")[0]
-            body, wait = self._server.reply(path, self._data[end + 4 : end + 4 + length])
-            self._data = self._data[end + 4 + length :]
-            reply = (
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-            )
-            asyncio.get_running_loop().call_later(wait, self._answer, reply)
-
-    def _answer(self, reply: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(reply)
-
-
-async def serve(servers: int, tokens: int, seconds: float) -> None:
-    """Run stand-in servers, and print their ports."""
-    loop, listening = asyncio.get_running_loop(), []
-    for _ in range(servers):
-        each = Server(tokens, seconds)
-        made = functools.partial(Connection, each)
-        listening.append(await loop.create_server(made, "127.0.0.1", 0, backlog=4096))
-    print(json.dumps([each.sockets[0].getsockname()[1] for each in listening]), flush=True)
-    await asyncio.Event().wait()
 
 
 Ask = Callable[[int], Awaitable[int]]
@@ -131,12 +45,18 @@ async def all_of(ask: Ask, requests: int, concurrent: int) -> None:
 class Streams:
     """Client of asyncio streams: sends the same requests on connections that it keeps, and reads the replies as JSON."""
 
-    def __init__(self, ports: Sequence[int], tokens: int) -> None:
-        self._ports, self._tokens = ports, tokens
+    def __init__(self, ports: Sequence[int], given: argparse.Namespace) -> None:
+        self._ports, self._tokens = ports, given.tokens
         self._free: dict[int, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {port: [] for port in ports}
+        self._turns = {port: asyncio.Semaphore(given.max_requests or given.concurrent) for port in ports}
 
     async def ask(self, number: int) -> int:
+        """Send one request, when its server can take it."""
         port = self._ports[number % len(self._ports)]
+        async with self._turns[port]:
+            return await self._send(number, port)
+
+    async def _send(self, number: int, port: int) -> int:
         drawn = {
             "max_tokens": self._tokens,
             "temperature": 1.0,
@@ -161,65 +81,108 @@ class Streams:
         return len([each["logprob"] for each in choice["logprobs"]["content"]])
 
 
-def through_streams(ports: Sequence[int], tokens: int, requests: int, concurrent: int) -> float:
-    """Return CPU seconds per request."""
-    begin = time.process_time()
-    asyncio.run(all_of(Streams(ports, tokens).ask, requests, concurrent))
-    return (time.process_time() - begin) / requests
+@dataclass
+class Cost:
+    """CPU seconds per request, and bytes of memory per request at once."""
+
+    seconds: float
+    memory: float
 
 
-def through_rollout(ports: Sequence[int], tokens: int, requests: int, concurrent: int) -> float:
-    """Return CPU seconds per request. All threads of the client count."""
+@contextlib.contextmanager
+def measured(given: argparse.Namespace) -> Iterator[Cost]:
+    """Measure the requests that are sent in this context, by all threads."""
+    cost = Cost(0.0, 0.0)
+    before, begin = resident(), time.process_time()
+    highest = threading.Thread(target=watch, args=(cost, ended := threading.Event()))
+    highest.start()
+    yield cost
+    cost.seconds = (time.process_time() - begin) / given.requests
+    ended.set()
+    highest.join()
+    cost.memory = (cost.memory - before) / given.concurrent
+
+
+def watch(cost: Cost, ended: threading.Event) -> None:
+    """Note the largest memory of this process in ``cost.memory``."""
+    while not ended.wait(0.2):
+        cost.memory = max(cost.memory, resident())
+
+
+def resident() -> int:
+    """Return the bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def through_streams(ports: Sequence[int], given: argparse.Namespace) -> Cost:
+    """Return the costs of the bare client."""
+    with measured(given) as cost:
+        asyncio.run(all_of(Streams(ports, given).ask, given.requests, given.concurrent))
+    return cost
+
+
+def through_rollout(ports: Sequence[int], given: argparse.Namespace) -> Cost:
+    """Return the costs of the client of this package."""
     with tempfile.TemporaryDirectory() as folder:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        with HTTPRollout(urls, VLLM(), folder=folder) as rollout:
+        with HTTPRollout(urls, VLLM(), folder=folder, max_requests=given.max_requests) as rollout:
 
             async def ask(number: int) -> int:
-                sampling = Sampling(max_new_tokens=tokens, seed=number, stop_token_ids=())
+                sampling = Sampling(max_new_tokens=given.tokens, seed=number, stop_token_ids=())
                 return len((await rollout.generate(PROMPT, sampling)).tokens)
 
             asyncio.run(all_of(ask, len(ports), len(ports)))  # meets the servers
-            begin = time.process_time()
-            asyncio.run(all_of(ask, requests, concurrent))
-            return (time.process_time() - begin) / requests
+            with measured(given) as cost:
+                asyncio.run(all_of(ask, given.requests, given.concurrent))
+            return cost
+
+
+@contextlib.contextmanager
+def servers(given: argparse.Namespace) -> Iterator[list[int]]:
+    """Run stand-in servers in some processes. Yields their ports."""
+    options = [
+        f"--servers={given.servers // given.processes}",
+        f"--tokens={given.tokens}",
+        f"--seconds={given.seconds}",
+    ]
+    command = [sys.executable, "-m", "areal.tests.harness.servers.canned_server", *options]
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        for _ in range(given.processes):
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            ports += json.loads(process.stdout.readline()) if process.stdout is not None else []
+        yield ports
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--servers", type=int, default=64)
+    parser.add_argument("--processes", type=int, default=1, help="that run the servers")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--concurrent", type=int, default=512)
+    parser.add_argument("--max-requests", type=int, help="on one server at once")
     parser.add_argument("--seconds", type=float, default=0.2, help="time of an answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--serve", action="store_true", help="run the servers only")
     given = parser.parse_args()
     # Each connection is a file.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if given.serve:
-        asyncio.run(serve(given.servers, given.tokens, given.seconds))
-        return
-    options = [f"--{name}={getattr(given, name)}" for name in ("servers", "tokens", "seconds")]
-    command = [sys.executable, "-m", "benchmarks.inference_client", "--serve", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            ports = json.loads(process.stdout.readline()) if process.stdout is not None else []
-            ways = {"asyncio streams": through_streams, "HTTPRollout": through_rollout}
-            rounds = [
-                {name: way(ports, given.tokens, given.requests, given.concurrent) for name, way in ways.items()}
-                for _ in range(given.rounds)
-            ]
-        finally:
-            process.kill()
+    ways = {"asyncio streams": through_streams, "HTTPRollout": through_rollout}
+    with servers(given) as ports:
+        rounds = [{name: way(ports, given) for name, way in ways.items()} for _ in range(given.rounds)]
     print(
         f"{given.servers} servers, {given.concurrent} concurrent requests of {given.tokens} tokens, {given.requests} in all, "
         f"{given.rounds} rounds; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
     for name in ways:
-        print(f"{name:20}{1e3 * statistics.median(each[name] for each in rounds):8.3f} ms of CPU per request")
-    print(f"ratio {statistics.median(each['HTTPRollout'] / each['asyncio streams'] for each in rounds):.2f}")
+        seconds = statistics.median(each[name].seconds for each in rounds)
+        # Later rounds use memory of the first one again.
+        print(f"{name:20}{1e3 * seconds:8.3f} ms of CPU, {rounds[0][name].memory / 1024:6.1f} KiB per request")
+    ratio = statistics.median(each["HTTPRollout"].seconds / each["asyncio streams"].seconds for each in rounds)
+    print(f"ratio {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -17,6 +18,8 @@ from areal.inference.http.folder_update import restore_server, update_server
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Away, Lost, ServerWeights, Serving, Taken, UpdateTimes, Updating
+from areal.inference.http.thread_call import ThreadCall
+from areal.inference.http.waiting_line import WaitingLine
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ class Fleet:
         self.desired: ServerWeights | None = None
         self._times = times
         self._affinity = Affinity()
-        self._changed = asyncio.Condition()  # notified when a server may be asked again
+        self._line = WaitingLine()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -63,6 +66,10 @@ class Fleet:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the event loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the event loop, from any other one. Cancelling this cancels it."""
+        return await ThreadCall(work, self._loop).result()
 
     def stop(self) -> None:
         """End the thread, after :meth:`close`."""
@@ -90,26 +97,28 @@ class Fleet:
         """Return the server for the next request of an answer; ``None`` if the answer's deadline passes before one can be asked.
 
         Args:
-            answer: it gets a deadline if it is without one. The deadline is suspended while all servers are in an update.
+            answer: it gets a deadline if it is without one. The deadline is suspended while servers are in an update, or
+                have as many requests as they may.
             patience: seconds until a new deadline.
 
         Raises:
             RuntimeError: no server has known weights, and none can get them before an update.
         """
-        while not (ready := [server for server in self.servers if isinstance(server.state, Serving)]):
+        ticket = None
+        while not (ready := self._ready()):
             if all(isinstance(server.state, Lost | Taken) for server in self.servers):
                 raise RuntimeError(f"no server has known weights: {'; '.join(server.why for server in self.servers)}")
-            # Servers in an update return by themselves; others may never.
-            updating = any(isinstance(server.state, Updating) for server in self.servers)
-            answer.deadline = None if updating else answer.deadline or time.monotonic() + patience
+            # Servers that are in an update or have enough requests return by themselves; others may never.
+            returns = any(isinstance(server.state, Updating | Serving) for server in self.servers)
+            answer.deadline = None if returns else answer.deadline or time.monotonic() + patience
             left = None if answer.deadline is None else max(0.0, answer.deadline - time.monotonic())
+            ticket = self._line.ticket() if ticket is None else ticket
             try:
-                async with asyncio.timeout(left), self._changed:
-                    await self._changed.wait()
+                await self._line.wait(ticket, left)
             except TimeoutError:
                 return None
         answer.deadline = answer.deadline or time.monotonic() + patience
-        fewest = min(ready, key=lambda server: len(server.requests))
+        fewest = min(ready, key=operator.attrgetter("requests.load"))
         # A server that has the prompt's keys and values may have a little more to do than others.
         text = answer.prompt + answer.tokens
         known = self._affinity.find(text) if len(self.servers) > 1 else None
@@ -120,10 +129,27 @@ class Fleet:
             self._affinity.note(text, chosen.url)
         return chosen
 
+    def admit(self) -> None:
+        """Let as many answers go on as there are requests that servers can take."""
+        if self._line:
+            self._line.wake(sum([server.requests.room for server in self._ready()]))
+
+    def _notify(self) -> None:
+        """Let answers go on after a change of a server's state. Without a server in use, all do: they get a deadline, or raise."""
+        if any(isinstance(server.state, Serving) for server in self.servers):
+            self.admit()
+        else:
+            self._line.wake()
+
+    def _ready(self) -> list[Server]:
+        """Return the servers that can take another request."""
+        return [each for each in self.servers if each.requests.room > 0 and isinstance(each.state, Serving)]
+
     def report(self, server: Server) -> None:
         """Note that a server could not be reached, or was started anew. It gets no requests until it has the current weights."""
         if isinstance(server.state, Serving):
             server.enter(Away(server.version, f"{server.url} cannot be reached"))
+            self._notify()
         if isinstance(server.state, Lost | Taken | Updating) or self._returns(server):
             return
         self.counts["away"] += 1
@@ -144,7 +170,7 @@ class Fleet:
             except (RuntimeError, ValueError) as error:
                 server.enter(Lost(f"{server.url} is left out until the next update: {error}"))
                 logger.warning(server.why)
-            await self._notify()
+            self._notify()
 
     # ---- updates
 
@@ -184,7 +210,7 @@ class Fleet:
             return server.why
         finally:
             # The trainer, which waits for the update, goes on before the requests do.
-            asyncio.get_running_loop().call_later(_HANDOVER_SECONDS, lambda: self._start(self._notify(), "notify"))
+            asyncio.get_running_loop().call_later(_HANDOVER_SECONDS, self._notify)
 
     # ---- updates over a process group
 
@@ -233,7 +259,7 @@ class Fleet:
             self.desired = ServerWeights(version, folder=None)
             for server in set(self.servers) - set(servers):
                 server.enter(Lost(f"{server.url} was away when version {version} was sent: it gets the next one"))
-        await self._notify()
+        self._notify()
         found = [end for server, end in zip(servers, ends, strict=True) if end and server.url not in faults]
         if found:
             raise RuntimeError("; ".join(found))
@@ -272,10 +298,6 @@ class Fleet:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
         await asyncio.gather(*(server.close() for server in self.servers))
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run a coroutine in the background."""

@@ -35,6 +35,7 @@ from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
 
+_CLOSED = "the rollout was closed: make another one"
 _GROUP_SECONDS = 120.0
 """Maximum seconds of a step of an update over a process group. The other ranks wait in a collective of the engine meanwhile."""
 
@@ -70,6 +71,9 @@ class HTTPRollout:
         model: directory or hub name of the model that servers must have. Its configuration is written with the weights, and its tokenizer
             finds stop strings. ``None`` compares the servers with each other.
         version: version of the weights that the servers have now.
+        max_requests: maximum number of requests that a server gets at once. The number is found from its throughput
+            (:class:`~areal.inference.http.concurrency_limit.ConcurrencyLimit`), and further requests wait here. ``None`` sends all requests
+            at once, and they wait on the servers.
         cast: dtype in which weights are written; ``None`` keeps each tensor's dtype.
         timeout: seconds without a reply after which a server is asked for its health. While it is healthy, a request may take any time.
         deadline: seconds without a new token or a healthy server, over all attempts, after which an answer fails.
@@ -79,8 +83,8 @@ class HTTPRollout:
         take_over: use servers of another engine that may live. An engine whose process has ended needs no permission.
 
     Raises:
-        ValueError: ``urls`` is empty or has duplicates, a time is not above 0, or a server that can be reached is not started as the dialect
-            needs it, has another model or tokenizer, or belongs to another engine. Raised on all ranks.
+        ValueError: ``urls`` is empty or has duplicates, a time or ``max_requests`` is not above 0, or a server that can be reached is not
+            started as the dialect needs it, has another model or tokenizer, or belongs to another engine. Raised on all ranks.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class HTTPRollout:
         control: Control | None = None,
         model: str | None = None,
         version: int = 0,
+        max_requests: int | None = None,
         cast: torch.dtype | None = None,
         timeout: float = 600.0,
         deadline: float = 1200.0,
@@ -104,6 +109,8 @@ class HTTPRollout:
         server_urls = [urls] if isinstance(urls, str) else list(urls)
         if not server_urls or len(set(server_urls)) < len(server_urls):
             raise ValueError(f"urls = {server_urls}: give each server once, and at least one")
+        if max_requests is not None and max_requests < 1:
+            raise ValueError(f"max_requests = {max_requests}: a server needs at least 1; None sends all at once")
         times = {
             "timeout": timeout,
             "deadline": deadline,
@@ -121,7 +128,8 @@ class HTTPRollout:
         urls_here = server_urls if self.owns_servers else []
         self._model = ModelCheck(model)
         servers = [
-            Server(ServerConnection(url, headers), dialect, self._owner, version, self._model) for url in urls_here
+            Server(ServerConnection(url, headers), dialect, self._owner, version, self._model, max_requests)
+            for url in urls_here
         ]
         self._fleet = Fleet(servers, UpdateTimes(update_seconds, drain_seconds), "rollout-http")
         self._version = version
@@ -181,7 +189,7 @@ class HTTPRollout:
         prompt = checked_prompt(prompt_ids, self._model.vocab_size)
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
-        return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop))))
+        return await self._fleet.run(self._answer(Answer(prompt, sampling, stop)))
 
     def sync(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights, or with an adapter of the dialect its selected adapter alone, to all servers. Collective over ``control``.
@@ -299,7 +307,7 @@ class HTTPRollout:
         """Start a coroutine on the event loop of the servers, from any thread."""
         if self._closed:
             work.close()
-            raise RuntimeError("the rollout was closed: make another one")
+            raise RuntimeError(_CLOSED)
         return self._fleet.submit(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -310,8 +318,8 @@ class HTTPRollout:
     async def _answer(self, answer: Answer) -> Completion:
         """Send requests until the answer is complete."""
         task = asyncio.current_task()
-        if task is None or self._closed:
-            raise RuntimeError("the rollout was closed: make another one")
+        if task is None:
+            raise RuntimeError("an answer is generated in a task")
         self._check_awake()
         self._tasks.add(task)
         try:
@@ -342,6 +350,8 @@ class HTTPRollout:
                 self._fleet.counts["failed"] += 1
                 self._fleet.report(server)
                 continue
+            finally:
+                self._fleet.admit()
             if reply is None:
                 self._fleet.counts["discarded"] += 1
                 if isinstance(server.state, Outdated):
@@ -353,6 +363,8 @@ class HTTPRollout:
             await asyncio.sleep(0.05)
 
     def _check_awake(self) -> None:
+        if self._closed:
+            raise RuntimeError(_CLOSED)
         if self._asleep:
             raise RuntimeError("the rollout is asleep: call wake() first")
 

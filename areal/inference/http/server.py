@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import math
 import time
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from areal.inference.http.answer import Answer
+from areal.inference.http.concurrency_limit import ConcurrencyLimit
+from areal.inference.http.in_flight import InFlight
 from areal.inference.http.label import LABEL_SECONDS, Owner, ServerLabel, WrongLabel
 from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server_connection import HEALTH, ServerConnection, StatusError, Unavailable, UnexpectedStatus
@@ -47,6 +49,7 @@ class Server:
         owner: whose labels it gets.
         version: version of the weights that the server has now.
         model: the model that it must have.
+        max_requests: maximum number of requests at once; ``None`` for no limit.
 
     Attributes:
         state: its weights, and whether it gets requests. Changed by :meth:`enter` only.
@@ -58,14 +61,20 @@ class Server:
     """
 
     def __init__(
-        self, connection: ServerConnection, dialect: Dialect, owner: Owner, version: int, model: ModelCheck
+        self,
+        connection: ServerConnection,
+        dialect: Dialect,
+        owner: Owner,
+        version: int,
+        model: ModelCheck,
+        max_requests: int | None = None,
     ) -> None:
         self.connection, self._dialect, self._owner, self._model = connection, dialect, owner, model
         self.url = connection.url
         self.state: ServerState = Serving(version)
         self.routes: Routes | None = None
         self.restarts = 0
-        self.requests: set[asyncio.Task[Any]] = set()
+        self.requests = InFlight(ConcurrencyLimit(max_requests))
         self.turn = asyncio.Lock()
         self.loaded: ServerWeights | None = None
         self._label = ServerLabel(connection, owner)
@@ -217,28 +226,22 @@ class Server:
             return None
         call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
         # A separate task, so that an update can cancel the request without cancelling the answer.
-        request = asyncio.get_running_loop().create_task(self._ask(routes, call, version, answer, silence))
-        self.requests.add(request)
         try:
-            await asyncio.wait({request})
+            return await self.requests.run(self._ask(routes, call, version, answer, silence))
         except asyncio.CancelledError:
-            request.cancel()
-            await asyncio.wait({request})
             abort = routes.abort(name)
             if abort is not None:
                 with contextlib.suppress(RuntimeError, ValueError):
                     await asyncio.shield(self.connection.send(abort, 1.0))
             raise
-        finally:
-            self.requests.discard(request)
-        return None if request.cancelled() else request.result()
 
     async def _ask(
         self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, silence: float
     ) -> tuple[ReplyPart, list[int]] | None:
         """Send a request, and read the reply. Its form was checked by the schema, here it is whether its content is possible."""
+        began = time.monotonic()
         try:
-            body = await self.connection.send_patiently(call, silence, self._label.note_connection, answer.note_life)
+            body = await self.connection.send(call, silence, self._label.note_connection, answer.note_life)
         except StatusError as error:
             if _NOT_FINITE in error.text:
                 raise self._not_finite(str(error)) from error
@@ -248,6 +251,7 @@ class Server:
             answer.check(reply)
         except ValueError as error:
             raise RuntimeError(f"{self.url}{call.route}: the reply cannot be: {error}") from error
+        self.requests.limit.note(began, len(reply.tokens), len(self.requests))
         if not all(map(math.isfinite, reply.logprobs)):
             raise self._not_finite(f"{self.url}{call.route}: {reply.logprobs}")
         if reply.labels is None:
@@ -292,6 +296,7 @@ class Server:
             fault = fault or str(error)
         if isinstance(self.state, Updating):
             self.enter(self.state.then)
+        self.requests.limit.restart()
         return fault
 
     async def load(self, weights: ServerWeights, seconds: float, *, again: bool) -> None:
@@ -372,18 +377,13 @@ class Server:
         Requests that reach a server after a pause wait there. The next pause sends them back.
         """
         deadline = time.monotonic() + seconds
-        while self.requests and time.monotonic() < deadline:
-            _, running = await asyncio.wait(set(self.requests), timeout=min(_PAUSE_AGAIN, seconds))
-            if running:
+        while len(self.requests) and time.monotonic() < deadline:
+            if not await self.requests.end_within(min(_PAUSE_AGAIN, seconds)):
                 await self.connection.insist(routes.pauses.interrupt, deadline)
-        late = set(self.requests)
-        for request in late:
-            request.cancel()
-        if late:
-            await asyncio.wait(late)
+        await self.requests.discard()
 
     async def close(self) -> None:
         """Leave the server to others, and close the connections."""
         if self.routes is not None and not isinstance(self.state, Away):
             await self._label.release(self.routes, 2.0)
-        await self.connection.close()
+        self.connection.close()

@@ -7,13 +7,11 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import aiohttp
 from pydantic import ValidationError
-from yarl import URL
 
+from areal.inference.http.http_connection import HTTPConnections
 from areal.inference.http.servers.http_call import Anything, HTTPCall, ReplyBody
 
 R = TypeVar("R", bound=ReplyBody)
@@ -25,9 +23,6 @@ _HEALTH_SECONDS = 10.0
 """Maximum seconds for the reply to :data:`HEALTH`."""
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
 """Seconds without new requests after the first fault, doubled with each further fault in a row, up to the maximum."""
-_KEEPALIVE_SECONDS = 3.0
-"""Seconds that an idle TCP connection is kept. Servers close it after 5, and may do so when a request is on its way."""
-_JSON = {"content-type": "application/json"}
 _SHOWN = 300
 """Maximum number of characters of a server's reply in an error message."""
 
@@ -84,60 +79,53 @@ class ServerConnection:
         self.backoff_until = 0.0
         self.away_since: float | None = None
         self._faults = 0
-        self._headers = headers
-        self._http: aiohttp.ClientSession | None = None  # made on the event loop
+        self._connections = HTTPConnections(self.url, headers or {})
 
-    def _session(self) -> aiohttp.ClientSession:
-        """Return the TCP connections, of which as many are open as there are requests."""
-        if self._http is None:
-            traced = aiohttp.TraceConfig()
-            traced.on_connection_create_end.append(_note_connection)
-            self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-                trace_configs=[traced],
-                trust_env=False,  # servers are in the cluster: no proxy
-            )
-        return self._http
-
-    async def send(self, call: HTTPCall[R], seconds: float | None, on_connect: Callable[[], None] | None = None) -> R:
+    async def send(
+        self,
+        call: HTTPCall[R],
+        seconds: float,
+        on_connect: Callable[[], None] | None = None,
+        on_life: Callable[[], None] | None = None,
+    ) -> R:
         """Send one request, without retries. Errors name the server and the route.
 
         Args:
             call: route, body and type of the reply.
-            seconds: time limit; ``None`` for no limit after the connection is made.
+            seconds: time limit. With ``on_life``, seconds without a reply after which the server is asked for its health, again and again:
+                while it is healthy, there is no limit.
             on_connect: called if the request opens a new TCP connection.
+            on_life: called when the server has told that it is healthy.
 
         Raises:
-            Unavailable: the connection failed, the time limit passed, or the status is 500 or above.
+            Unavailable: the connection failed, the time limit passed, the server is not healthy, or the status is 500 or above.
             RejectedCall: the server rejects the request (400, 413, 422).
             RuntimeError: any other status (:class:`UnexpectedStatus`), or a reply that does not have the documented form.
         """
         body = None if call.method == "GET" else call.body.model_dump_json(exclude_none=True).encode()
+        request = self._connections.request(call.method, call.route, call.query, body)
+        connection, begin = None, time.monotonic()
         try:
-            async with (
-                asyncio.timeout(seconds),
-                self._session().request(
-                    call.method,
-                    URL(self.url + call.route, encoded=True),
-                    params=call.query or None,
-                    data=body,
-                    headers=None if body is None else _JSON,
-                    allow_redirects=False,
-                    trace_request_ctx=on_connect,
-                ) as answer,
-            ):
-                status, content = answer.status, await answer.read()
+            connection = await self._connections.take(min(seconds, _CONNECT_SECONDS), on_connect)
+            reply = connection.send(request)
+            left = begin + seconds - time.monotonic()
+            while not (await asyncio.wait({reply}, timeout=left))[0]:
+                if on_life is None:
+                    raise TimeoutError
+                await self._check_health(call.route, seconds)
+                on_life()
+                left = seconds
+            status, content = reply.result()
         except TimeoutError as error:
             self._miss()
-            raise Unavailable(
-                f"{self.url}{call.route}: no answer within {seconds or _CONNECT_SECONDS:.3g} s"
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
+            waited = seconds if connection is not None else min(seconds, _CONNECT_SECONDS)
+            raise Unavailable(f"{self.url}{call.route}: no answer within {waited:.3g} s") from error
+        except OSError as error:
             self._miss()
             raise Unavailable(f"{self.url}{call.route}: {type(error).__name__}: {error}") from error
+        finally:
+            if connection is not None:
+                self._connections.put(connection)
         self.away_since = None
         if status != 200:
             raise self._refusal(call.route, status, content.decode(errors="replace"))
@@ -151,32 +139,6 @@ class ServerConnection:
             self._back_off()
             return Unavailable(report, status, text)
         return (RejectedCall if status in (400, 413, 422) else UnexpectedStatus)(report, status, text)
-
-    async def send_patiently(
-        self, call: HTTPCall[R], silence: float, on_connect: Callable[[], None], on_life: Callable[[], None]
-    ) -> R:
-        """Call :meth:`send` without a time limit, as long as the server is healthy.
-
-        Args:
-            call: route, body and type of the reply.
-            silence: seconds without a reply after which the server is asked for its health, again and again.
-            on_connect: see :meth:`send`.
-            on_life: called when the server has told that it is healthy.
-
-        Raises:
-            Unavailable: the connection failed, the status is 500 or above, or the server is not healthy.
-            RuntimeError, ValueError: see :meth:`send`.
-        """
-        request = asyncio.get_running_loop().create_task(self.send(call, None, on_connect))
-        try:
-            while not (await asyncio.wait({request}, timeout=silence))[0]:
-                await self._check_health(call.route, silence)
-                on_life()
-            return request.result()
-        finally:
-            if not request.done():
-                request.cancel()
-                await asyncio.wait({request})
 
     async def _check_health(self, route: str, silence: float) -> None:
         """Raise :class:`Unavailable` unless the server is healthy, while a request to ``route`` has no reply."""
@@ -216,10 +178,9 @@ class ServerConnection:
                     raise said from error.__cause__
                 await asyncio.sleep(max(0.0, self.backoff_until - time.monotonic()))
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close the connections."""
-        if self._http is not None:
-            await self._http.close()
+        self._connections.close()
 
     def _read(self, call: HTTPCall[R], content: bytes) -> R:
         """Parse and validate a reply."""
@@ -251,9 +212,3 @@ class ServerConnection:
         self._faults += 1
         seconds = min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** (self._faults - 1))
         self.backoff_until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
-
-
-async def _note_connection(_: Any, context: SimpleNamespace, __: Any) -> None:
-    """Tell the sender of a request that it has opened a TCP connection."""
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx()

@@ -17,6 +17,7 @@ import areal.tests.mutants.bugs.model.layers
 import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollouts.chat
+import areal.tests.mutants.bugs.rollouts.concurrency
 import areal.tests.mutants.bugs.rollouts.episodes
 import areal.tests.mutants.bugs.rollouts.gateway
 import areal.tests.mutants.bugs.rollouts.order

@@ -62,7 +62,7 @@ async def _first_contact(settings: VLLMSamplerConfig, url: str, model: str) -> S
             f"sampler_config.url = {url!r}: {error}. Start vLLM there before this server, or correct the address"
         ) from error
     finally:
-        await server.close()
+        server.close()
     if answer.logprobs is None or any(value < -_RAW for value in answer.logprobs.token_logprobs):
         raise ValueError(
             f"sampler_config.url = {url!r}: the server's log-probs are those before top_k, top_p and temperature: start it with "

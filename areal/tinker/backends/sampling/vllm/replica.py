@@ -141,4 +141,4 @@ class VLLMReplica:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._connection.close()
+        self._connection.close()
