@@ -26,15 +26,15 @@ class ConcurrencyLimit:
     other yet, and only replies that come while the server has as many requests as it may: with less to do, the limit stays.
 
     Args:
-        maximum: largest limit; ``None`` for no limit.
+        maximum: largest limit.
 
     Attributes:
         value: number of requests that the server may have now.
     """
 
-    def __init__(self, maximum: int | None) -> None:
+    def __init__(self, maximum: int) -> None:
         self._maximum = maximum
-        self.value: float = math.inf if maximum is None else maximum
+        self.value = maximum
         self._kept = self.value
         self._kept_throughput = 0.0
         self._step, self._goes_up = _FIRST_STEP, False
@@ -81,9 +81,9 @@ class ConcurrencyLimit:
             self._step = max(_SMALLEST_STEP, math.sqrt(self._step))
             self._goes_up = not self._goes_up
 
-    def _neighbour(self) -> float:
+    def _neighbour(self) -> int:
         """Return the limit to compare with the one that is kept."""
-        larger = min(self._maximum or math.inf, max(self._kept + 1, round(self._kept * self._step)))
+        larger = min(self._maximum, max(self._kept + 1, round(self._kept * self._step)))
         smaller = max(1, min(self._kept - 1, round(self._kept / self._step)))
         if larger == self._kept or smaller == self._kept:
             self._goes_up = larger > self._kept

@@ -18,7 +18,6 @@ from areal.inference.http.folder_update import restore_server, update_server
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Away, Lost, ServerWeights, Serving, Taken, UpdateTimes, Updating
-from areal.inference.http.thread_call import ThreadCall
 from areal.inference.http.waiting_line import WaitingLine
 
 T = TypeVar("T")
@@ -66,10 +65,6 @@ class Fleet:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the event loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the event loop, from any other one. Cancelling this cancels it."""
-        return await ThreadCall(work, self._loop).result()
 
     def stop(self) -> None:
         """End the thread, after :meth:`close`."""
@@ -131,7 +126,7 @@ class Fleet:
 
     def admit(self) -> None:
         """Let as many answers go on as there are requests that servers can take."""
-        if self._line:
+        if self._line.waiting:
             self._line.wake(sum([server.requests.room for server in self._ready()]))
 
     def _notify(self) -> None:

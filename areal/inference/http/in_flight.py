@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ class InFlight:
     """Requests of one server that are not answered yet. An update discards them without cancelling their answers.
 
     Args:
-        limit: number of requests at once. It is kept by the caller.
+        limit: number of requests at once, which the caller respects; ``None`` for any number.
 
     Attributes:
         limit: as given.
@@ -24,7 +25,7 @@ class InFlight:
         load: requests relative to the limit, and their number.
     """
 
-    def __init__(self, limit: ConcurrencyLimit) -> None:
+    def __init__(self, limit: ConcurrencyLimit | None) -> None:
         self.limit = limit
         self._running: set[asyncio.Timeout] = set()
         self._is_empty = asyncio.Event()
@@ -59,7 +60,7 @@ class InFlight:
 
     def _measure(self) -> None:
         # Attributes and no properties: all servers are looked at for each request.
-        count, limit = len(self._running), self.limit.value
+        count, limit = len(self._running), math.inf if self.limit is None else self.limit.value
         self.room, self.load = max(0, limit - count), (count / limit, count)
 
     async def end_within(self, seconds: float) -> bool:

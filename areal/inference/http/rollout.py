@@ -189,7 +189,7 @@ class HTTPRollout:
         prompt = checked_prompt(prompt_ids, self._model.vocab_size)
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
-        return await self._fleet.run(self._answer(Answer(prompt, sampling, stop)))
+        return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop))))
 
     def sync(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights, or with an adapter of the dialect its selected adapter alone, to all servers. Collective over ``control``.

@@ -74,7 +74,7 @@ class Server:
         self.state: ServerState = Serving(version)
         self.routes: Routes | None = None
         self.restarts = 0
-        self.requests = InFlight(ConcurrencyLimit(max_requests))
+        self.requests = InFlight(None if max_requests is None else ConcurrencyLimit(max_requests))
         self.turn = asyncio.Lock()
         self.loaded: ServerWeights | None = None
         self._label = ServerLabel(connection, owner)
@@ -251,7 +251,8 @@ class Server:
             answer.check(reply)
         except ValueError as error:
             raise RuntimeError(f"{self.url}{call.route}: the reply cannot be: {error}") from error
-        self.requests.limit.note(began, len(reply.tokens), len(self.requests))
+        if self.requests.limit is not None:
+            self.requests.limit.note(began, len(reply.tokens), len(self.requests))
         if not all(map(math.isfinite, reply.logprobs)):
             raise self._not_finite(f"{self.url}{call.route}: {reply.logprobs}")
         if reply.labels is None:
@@ -296,7 +297,8 @@ class Server:
             fault = fault or str(error)
         if isinstance(self.state, Updating):
             self.enter(self.state.then)
-        self.requests.limit.restart()
+        if self.requests.limit is not None:
+            self.requests.limit.restart()
         return fault
 
     async def load(self, weights: ServerWeights, seconds: float, *, again: bool) -> None:

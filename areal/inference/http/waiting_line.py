@@ -9,15 +9,16 @@ import math
 
 
 class WaitingLine:
-    """Answers that wait until a server can take their next request, in the order in which they came."""
+    """Answers that wait until a server can take their next request, in the order in which they came.
+
+    Attributes:
+        waiting: the answers: their places, a number that breaks ties, and the future that lets them go on.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self.waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._chosen = 0  # answers that were chosen and have not gone on yet
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def ticket(self) -> int:
         """Return the place of an answer that comes now."""
@@ -34,7 +35,7 @@ class WaitingLine:
             TimeoutError: the time has passed.
         """
         woken = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (ticket, next(self._numbers), woken))
+        heapq.heappush(self.waiting, (ticket, next(self._numbers), woken))
         try:
             async with asyncio.timeout(seconds):
                 await woken
@@ -56,8 +57,8 @@ class WaitingLine:
         self._choose(count - self._chosen)
 
     def _choose(self, count: float) -> None:
-        while self._waiting and count > 0:
-            woken = heapq.heappop(self._waiting)[2]
+        while self.waiting and count > 0:
+            woken = heapq.heappop(self.waiting)[2]
             if not woken.done():
                 woken.set_result(None)
                 self._chosen += 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from areal.inference.http.servers.group_routes import GroupRoutes
-from areal.inference.http.servers.http_call import HTTPCall, LabelReply, ReplyBody
+from areal.inference.http.servers.http_call import HTTPCall, LabelReply, LabelSpan, ReplyBody
 from areal.inference.protocol import FinishReason, Sampling, TopTokens
 
 R = TypeVar("R", bound=ReplyBody, covariant=True)
+S = TypeVar("S", bound=ReplyBody)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,27 @@ class ReplyPart:
             raise ValueError(f"{len(self.tokens)} tokens came with weight versions of {len(self.labels)}")
         if self.top and len(self.top) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens came with the most likely tokens of {len(self.top)} positions")
+
+
+def expect(kind: type[S], reply: Any) -> S:
+    """Return ``reply``, checked to be of type ``kind``."""
+    if not isinstance(reply, kind):
+        raise TypeError(f"a {type(reply).__name__} came where a {kind.__name__} was asked for")
+    return reply
+
+
+def labels_of(spans: Sequence[LabelSpan]) -> tuple[str, ...]:
+    """Return the label of each token.
+
+    Raises:
+        ValueError: the spans leave out a token, or overlap.
+    """
+    labels: list[str] = []
+    for span in spans:
+        if span.start != len(labels):
+            raise ValueError(f"weight_versions has no label for token {len(labels)}, or several")
+        labels += [span.version] * (span.end - span.start)
+    return tuple(labels)
 
 
 class Ask(Protocol):

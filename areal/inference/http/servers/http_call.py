@@ -5,9 +5,9 @@ A request has exactly the fields of its class. A reply may have more. A field th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -52,16 +52,6 @@ class HTTPCall(Generic[R]):
     def get(cls, route: str, reply: type[R], query: Mapping[str, str] | None = None) -> HTTPCall[R]:
         """Return a GET request."""
         return cls(route, Empty(), reply, query or {}, "GET")
-
-
-S = TypeVar("S", bound=ReplyBody)
-
-
-def expect(kind: type[S], reply: Any) -> S:
-    """Return ``reply``, checked to be of type ``kind``."""
-    if not isinstance(reply, kind):
-        raise TypeError(f"a {type(reply).__name__} came where a {kind.__name__} was asked for")
-    return reply
 
 
 class OpenAPI(ReplyBody):
@@ -116,17 +106,3 @@ class LabelSpan(ReplyBody):
     version: str
     start: int
     end: int
-
-
-def labels_of(spans: Sequence[LabelSpan]) -> tuple[str, ...]:
-    """Return the label of each token.
-
-    Raises:
-        ValueError: the spans leave out a token, or overlap.
-    """
-    labels: list[str] = []
-    for span in spans:
-        if span.start != len(labels):
-            raise ValueError(f"weight_versions has no label for token {len(labels)}, or several")
-        labels += [span.version] * (span.end - span.start)
-    return tuple(labels)

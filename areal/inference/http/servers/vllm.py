@@ -9,7 +9,16 @@ from typing import Any
 from pydantic import Field
 
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.inference.http.servers.dialect import Ask, LabelRoutes, PauseRoutes, ReplyPart, ServedModel, SleepRoutes
+from areal.inference.http.servers.dialect import (
+    Ask,
+    LabelRoutes,
+    PauseRoutes,
+    ReplyPart,
+    ServedModel,
+    SleepRoutes,
+    expect,
+    labels_of,
+)
 from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.servers.http_call import (
     Anything,
@@ -21,8 +30,6 @@ from areal.inference.http.servers.http_call import (
     ReplyBody,
     RequestBody,
     SetLabel,
-    expect,
-    labels_of,
 )
 from areal.inference.http.servers.vllm_schemas import (
     VLLMChoiceBase,

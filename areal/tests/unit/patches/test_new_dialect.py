@@ -32,8 +32,8 @@ PATCH = Patch(
 from collections.abc import Sequence
 
 from areal.inference.http.servers.http_call import Anything, Empty, LogProb, ReplyBody, RequestBody, TokenId
-from areal.inference.http.servers.http_call import HTTPCall, expect
-from areal.inference.http.servers.dialect import Ask, PauseRoutes, ReplyPart, ServedModel
+from areal.inference.http.servers.http_call import HTTPCall
+from areal.inference.http.servers.dialect import Ask, PauseRoutes, ReplyPart, ServedModel, expect
 from areal.inference.protocol import Sampling
 
 

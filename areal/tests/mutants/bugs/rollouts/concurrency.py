@@ -61,7 +61,7 @@ def limit_of_a_server_ignored(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.http_connection:HTTPConnection.close",
+    "areal.inference.http.server_connection:HTTPConnection.close",
     CONNECTION.format("request_without_a_reply_ends_with_its_connection"),
 )
 def cancelled_request_goes_on(right: Function) -> Function:
