@@ -163,7 +163,8 @@ def _pieces(
 
 def put_shard(shard: BatchInput, executor: Executor) -> Handle:
     """Return the handle of a shard. Tensors of stored samples are read from the store, and everything else travels with the call."""
-    if isinstance(shard, Mapping) or not any(isinstance(sample, StoredSample) for sample in shard):
+    # What is no batch is refused on the ranks.
+    if not isinstance(shard, Sequence) or not any(isinstance(sample, StoredSample) for sample in shard):
         return executor.put(shard)
     handles: dict[int, Handle] = {}
     taken: dict[tuple[int, tuple[tuple[str, str], ...]], tuple[list[int], list[int]]] = {}

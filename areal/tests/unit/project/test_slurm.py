@@ -40,7 +40,7 @@ pathlib.Path(os.environ["TASK"]).write_text(str(os.getpgid(0)))
 os.execvp(*[("true", ["true"]), (sys.argv[1], sys.argv[1:])]["EXECUTE" in os.environ])
 """
 UNTIL_INTERRUPT = (
-    "import sys, time; print('runs', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(1)"
+    "import sys, time\ntry: print('runs', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(1)"
 )
 
 
