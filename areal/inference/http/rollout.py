@@ -35,7 +35,6 @@ from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
 
-_CLOSED = "the rollout was closed: make another one"
 _GROUP_SECONDS = 120.0
 """Maximum seconds of a step of an update over a process group. The other ranks wait in a collective of the engine meanwhile."""
 
@@ -307,7 +306,7 @@ class HTTPRollout:
         """Start a coroutine on the event loop of the servers, from any thread."""
         if self._closed:
             work.close()
-            raise RuntimeError(_CLOSED)
+            raise RuntimeError("the rollout was closed: make another one")
         return self._fleet.submit(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -318,8 +317,8 @@ class HTTPRollout:
     async def _answer(self, answer: Answer) -> Completion:
         """Send requests until the answer is complete."""
         task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("an answer is generated in a task")
+        if task is None or self._closed:
+            raise RuntimeError("the rollout was closed: make another one")
         self._check_awake()
         self._tasks.add(task)
         try:
@@ -363,8 +362,6 @@ class HTTPRollout:
             await asyncio.sleep(0.05)
 
     def _check_awake(self) -> None:
-        if self._closed:
-            raise RuntimeError(_CLOSED)
         if self._asleep:
             raise RuntimeError("the rollout is asleep: call wake() first")
 

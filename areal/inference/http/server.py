@@ -225,7 +225,7 @@ class Server:
         if routes is None or version is None:
             return None
         call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
-        # A separate task, so that an update can cancel the request without cancelling the answer.
+        # An update can discard the request without cancelling the answer.
         try:
             return await self.requests.run(self._ask(routes, call, version, answer, silence))
         except asyncio.CancelledError:

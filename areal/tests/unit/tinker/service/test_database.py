@@ -53,7 +53,7 @@ def postgres() -> Iterator[str]:
     if importlib.util.find_spec("pgserver") is None or importlib.util.find_spec("psycopg") is None:
         pytest.skip(NO_POSTGRES)
     pgserver = importlib.import_module("pgserver")
-    # Under root the server is a user of its own, to whom another pytest that starts closes the directories of pytest.
+    # Under root the server runs as another user, and a pytest that starts removes the access of others to the directories of pytest.
     with tempfile.TemporaryDirectory(prefix="areal-postgres-") as parent:
         # The package allows ten seconds for the start, which is too short on a loaded machine.
         for attempts_left in (2, 1, 0):
