@@ -37,8 +37,9 @@ _SAVED_CUSTOM_OPS = (
     ("flash_attn", "_flash_attn_varlen_forward"),
     ("flash_attn_3", "_flash_attn_forward"),
     ("areal", "exchange_rows"),
+    ("mkldnn", "_linear_pointwise"),
 )
-"""Attention kernels of a GPU, and the exchanges of expert and context parallelism: operations with a Python implementation.
+"""Attention kernels of a GPU, the exchanges of expert and context parallelism, and oneDNN's products on a CPU.
 
 A dispatch mode does not see the operations inside of them. Each exists only if its library was imported.
 """

@@ -37,7 +37,7 @@ from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
-from areal.engine.model.fused_layers import fuse_layers
+from areal.engine.model.fused_layers import fuse_layers, replace_linears
 from areal.engine.model.hub import max_positions, read_config
 from areal.engine.model.media import check_media, media_tokens
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
@@ -234,6 +234,8 @@ class FSDPEngine(BaseTrainEngine):
         else:
             for chunk in chunks:
                 fuse_layers(chunk.hf, hf_config.model_type)
+                if self.device.type == "cpu":
+                    replace_linears(chunk)
         # Distribute each chunk. Routers are numbered over the full model.
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
             if fsdp_expert_info(layers).layers:

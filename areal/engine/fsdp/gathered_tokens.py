@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal.utils.collectives import GatherRows, all_gather_rows
+from areal.utils.functional.product import linear, matmul
 
 
 class GatheredTokens:
@@ -56,7 +56,7 @@ class GatheredTokens:
             torch.compiler.is_compiling() or self.recomputed or not (torch.is_grad_enabled() and weight.requires_grad)
         )
         if plain or x is not self._gathered:
-            return F.linear(x, weight, bias)
+            return linear(x, weight, bias)
         return _GatheredLinear.apply(x, weight, bias, self._shard, self._again)
 
 
@@ -94,12 +94,12 @@ class _GatheredLinear(torch.autograd.Function):
         ctx.save_for_backward(shard, weight)
         ctx.again = again
         again.uses += 1
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (shard, weight), grad = ctx.saved_tensors, grads[0].flatten(0, -2)
         tokens = ctx.again.gather(shard)
-        of_input = (grad @ weight).unflatten(0, grads[0].shape[:-1]) if ctx.needs_input_grad[0] else None
+        of_input = matmul(grad, weight).unflatten(0, grads[0].shape[:-1]) if ctx.needs_input_grad[0] else None
         of_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, grad.t() @ tokens, of_bias, None, None
+        return of_input, matmul(grad.t(), tokens), of_bias, None, None

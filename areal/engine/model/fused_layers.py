@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from areal.utils.functional.product import linear
+
 # ---- RMSNorm (Zhang and Sennrich, 2019)
 
 
@@ -256,6 +258,17 @@ def fuse_layers(model: nn.Module, model_type: str) -> int:
             module.forward = types.MethodType(forward, module)
             replaced += 1
     return replaced
+
+
+def replace_linears(model: nn.Module) -> None:
+    """Let linear layers compute by :func:`areal.utils.functional.product.linear`, in place. Subclasses are left as they are."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = types.MethodType(_linear_forward, module)  # type: ignore[method-assign]
+
+
+def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, self.weight, self.bias)
 
 
 def _norm_forward(fused: FusedLayers) -> Any:

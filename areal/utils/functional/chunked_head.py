@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from areal.api import IGNORE_INDEX
-from areal.utils.functional.product import add_product, operand_dtype, product
+from areal.utils.functional.product import add_product, onednn_computes, operand_dtype, product
 from areal.utils.functional.vocab_parallel import VocabShard
 
 
@@ -147,7 +147,7 @@ class _Chunks:
         buffer = self.buffer("logits", rows)
         if (len(self.kept) + 1) * self._buffers["logits"].nbytes > self.spec.keep_bytes:
             return self._write(rows, buffer)
-        self.kept.append(self._write(rows, torch.empty_like(buffer)))
+        self.kept.append(self._write(rows))
         return self.kept[-1]
 
     def logits(self, rows: slice) -> Tensor:
@@ -155,8 +155,8 @@ class _Chunks:
         chunk = rows.start // self.spec.chunk_size
         return self.kept[chunk] if chunk < len(self.kept) else self._write(rows, self.buffer("logits", rows))
 
-    def _write(self, rows: slice, z: Tensor) -> Tensor:
-        """Write logits after scale, softcap and temperature to ``z``."""
+    def _write(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
+        """Return logits after scale, softcap and temperature, in the buffer if the product writes to one, or else in new memory."""
         # A number is a factor of the product itself. Factors per token scale the hidden states if these are not rounded.
         cap, factor = self.spec.softcap, self.factor(rows)
         scale = self.spec.logit_scale / cap if cap is not None else factor
@@ -166,7 +166,8 @@ class _Chunks:
             hidden, low = hidden * per_token, None if low is None else low * per_token
             per_token = None
         number = scale if isinstance(scale, float) else 1.0
-        product(hidden, self.weight.t(), z.dtype, into=z, bias=self.bias, scale=number)
+        into = None if onednn_computes(self.dtypes.inputs, hidden.device) else buffer
+        z = product(hidden, self.weight.t(), self.dtypes.stats, into=into, bias=self.bias, scale=number)
         if low is not None and self.up is not None:
             add_product(z, low if number == 1.0 else low * number, self.up.t())
         if per_token is not None:

@@ -120,8 +120,18 @@ def _linear_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tup
 def _linear_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = saved
     grad_x = jnp.einsum("dto,oi->dti", grad, use.gather(weight)).astype(x.dtype)
-    grad_weight = jnp.einsum("dto,dti->oi", grad, x.astype(use.dtype), preferred_element_type=use.reduce)
+    grad_weight = _outer("dto,dti->oi", grad, x.astype(use.dtype), use)
     return grad_x, use.sum(grad_weight, weight)
+
+
+def _outer(subscripts: str, grad: Array, x: Array, use: WeightUse) -> Array:
+    """Return the gradient of a weight. XLA transposes the first operand on a CPU: without conversions, let it be the narrower one."""
+    if grad.shape[-1] <= x.shape[-1] or x.dtype != use.reduce:
+        return jnp.einsum(subscripts, grad, x, preferred_element_type=use.reduce)
+    operands, result = subscripts.split("->")
+    first, second = operands.split(",")
+    swapped = f"{second},{first}->{result[:-2]}{result[-1]}{result[-2]}"
+    return jnp.einsum(swapped, x, grad, preferred_element_type=use.reduce).swapaxes(-1, -2)
 
 
 _trained_linear.defvjp(_linear_forward, _linear_backward)
@@ -197,7 +207,7 @@ def _loop_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> t
     # No sum over devices here: it would be one for each chunk.
     parts = use.stored.mesh.shape["cp"]
     grad, x = (each.reshape(len(each), parts, -1, each.shape[-1]) for each in (grad, x.astype(use.dtype)))
-    sums = jnp.einsum("dcto,dcti->dcoi", grad, x, preferred_element_type=use.reduce)
+    sums = _outer("dcto,dcti->dcoi", grad, x, use)
     return grad_x, None, lax.with_sharding_constraint(sums, use.by_device)
 
 

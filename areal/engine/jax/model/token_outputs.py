@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from areal.api.batch import IGNORE_INDEX
 from areal.engine.jax.lora.contribution import add_adapters
@@ -23,6 +24,9 @@ from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT
 _CHUNK = 512
 """Most rows whose logits exist at a time, where they are not kept for the backward."""
 
+
+_KEPT = "logits"
+"""Name of the arrays that are kept for the backward, if they fit."""
 
 _HEAD = HEAD.removesuffix(".weight")
 
@@ -104,18 +108,18 @@ def _of_head(
     def of(product: Callable[[Array], Array], chunk: _Chunk) -> Outputs:
         states, targets, temperature, slots = chunk
         logits = _logits(spec, params, product(states), states, temperature, slots)
-        return _statistics(logits, targets, wanted)
+        return _statistics(checkpoint_name(logits, _KEPT), targets, wanted)
+
+    keep = hidden.shape[1] * len(weight) * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes
+    policy = jax.checkpoint_policies.save_only_these_names(*([_KEPT] if keep else []))
 
     def by_chunks(weight: Array, rows: _Chunk) -> Outputs:
         of_chunk = functools.partial(of, gathered_linear(weight, use))
         # In a loop nothing can be computed once for both passes; a barrier against it would keep unused arrays.
-        return _by_chunks(spec, jax.checkpoint(of_chunk, prevent_cse=False), rows)
+        return _by_chunks(spec, jax.checkpoint(of_chunk, prevent_cse=False, policy=policy), rows)
 
-    chunks = (hidden, rows.targets, rows.temperature, slots)
-    if hidden.shape[1] * len(weight) * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes:
-        return of(lambda states: linear(states, weight, use), chunks)
     # The backward gathers the weight again: a gathered weight is not kept.
-    return jax.checkpoint(by_chunks)(weight, chunks)
+    return jax.checkpoint(by_chunks, policy=policy)(weight, (hidden, rows.targets, rows.temperature, slots))
 
 
 def _by_chunks(spec: ModelSpec, of: Callable[[_Chunk], Outputs], arrays: _Chunk) -> Outputs:

@@ -79,7 +79,8 @@ def test_no_program_computes_a_gradient_of_the_model(monkeypatch: pytest.MonkeyP
         watch(name)
         with started("jax:d1", lora=lora, mb_spec=MicroBatchSpec()) as engine:
             model: Any = engine._components.model
-            weights = {x.shape[-2:] for x in model.params.values() if x.ndim > 1}
+            shapes = [x.shape[-2:] for x in model.params.values() if x.ndim > 1]
+            weights = {*shapes, *(shape[::-1] for shape in shapes)}  # gradients may be transposed
             batch = [{key: x for key, x in sample.items() if key != "adapter"} for sample in samples([0])]
             engine.forward_backward(batch, loss, normalization="sum")
     full, frozen = (_products(program) & weights for program in programs)

@@ -122,7 +122,9 @@ def test_compiled_graphs_are_reused_for_many_lengths(
             value, expected = (each.eval_batch(local_batch(each, everything), loss) for each in (engine, plain))
             assert value.loss == pytest.approx(expected.loss, rel=2e-5, abs=2e-5), turn
             actual.append(new())
-    assert 0 < sum(actual[:2]) < 2 * LAYERS
+    # Layers that are recomputed have graphs of their own.
+    kinds = 2 if "checkpointed_share" in changes.get("fsdp", {}) else 1
+    assert 0 < sum(actual[:2]) < 2 * LAYERS * kinds
     assert sum(actual[2:]) <= MOST
 
 
