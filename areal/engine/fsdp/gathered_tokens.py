@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal.utils.collectives import GatherRows, all_gather_rows
-from areal.utils.functional.product import linear, matmul
+from areal.utils.functional.product import linear_product, matmul
 
 
 class GatheredTokens:
@@ -56,7 +56,7 @@ class GatheredTokens:
             torch.compiler.is_compiling() or self.recomputed or not (torch.is_grad_enabled() and weight.requires_grad)
         )
         if plain or x is not self._gathered:
-            return linear(x, weight, bias)
+            return linear_product(x, weight, bias)
         return _GatheredLinear.apply(x, weight, bias, self._shard, self._again)
 
 
@@ -94,7 +94,7 @@ class _GatheredLinear(torch.autograd.Function):
         ctx.save_for_backward(shard, weight)
         ctx.again = again
         again.uses += 1
-        return linear(x, weight, bias)
+        return linear_product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

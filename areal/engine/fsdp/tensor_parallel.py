@@ -29,7 +29,7 @@ from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.torch.pipeline_split import PassThrough
 from areal.utils.collectives import ReduceScatterRows
 from areal.utils.dtensor import local_part, local_shard
-from areal.utils.functional.product import linear
+from areal.utils.functional.product import linear_product
 
 
 class TensorParallel:
@@ -91,7 +91,7 @@ class TensorParallel:
 
         def forward(x: Tensor) -> Tensor:
             # The bias is added after the sum, on this rank's tokens: its gradient is a partial sum.
-            out = ReduceScatterRows.apply(linear(x, local_part(module.weight))[0], self.group)[None]
+            out = ReduceScatterRows.apply(linear_product(x, local_part(module.weight))[0], self.group)[None]
             return out if module.bias is None else out + local_part(module.bias, Partial())
 
         module.forward = forward
@@ -145,7 +145,7 @@ class TensorParallel:
     def replicated(self, module: Any) -> None:
         """Keep a linear layer on every rank, with the same input and output."""
         self._distribute(module, weight=Replicate(), bias=Replicate())
-        module.forward = lambda x: linear(x, local_part(module.weight), local_part(module.bias))
+        module.forward = lambda x: linear_product(x, local_part(module.weight), local_part(module.bias))
 
     def _distribute(self, module: nn.Module, **placements: Placement) -> None:
         """Replace parameters by DTensors with these placements."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from areal.utils.functional.product import linear
+from areal.utils.functional.product import linear_product
 
 # ---- RMSNorm (Zhang and Sennrich, 2019)
 
@@ -261,14 +261,14 @@ def fuse_layers(model: nn.Module, model_type: str) -> int:
 
 
 def replace_linears(model: nn.Module) -> None:
-    """Let linear layers compute by :func:`areal.utils.functional.product.linear`, in place. Subclasses are left as they are."""
+    """Let linear layers compute by :func:`areal.utils.functional.product.linear_product`, in place. Subclasses are left as they are."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = types.MethodType(_linear_forward, module)  # type: ignore[method-assign]
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, self.weight, self.bias)
+    return linear_product(x, self.weight, self.bias)
 
 
 def _norm_forward(fused: FusedLayers) -> Any:

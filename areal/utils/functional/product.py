@@ -37,7 +37,7 @@ def operand_dtype(compute: torch.dtype, out: torch.dtype, device: torch.device) 
     return compute if native else torch.promote_types(compute, out)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``. Differentiable once where oneDNN computes it.
 
     Args:
@@ -154,7 +154,7 @@ def onednn_computes(dtype: torch.dtype, device: torch.device) -> bool:
         dtype == torch.float32
         and device.type == "cpu"
         and _has_faster_onednn()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -182,7 +182,7 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _OneDNNLinear(torch.autograd.Function):
-    """:func:`linear` by oneDNN."""
+    """:func:`linear_product` by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

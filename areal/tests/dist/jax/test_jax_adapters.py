@@ -84,7 +84,7 @@ def test_no_program_computes_a_gradient_of_the_model(monkeypatch: pytest.MonkeyP
             batch = [{key: x for key, x in sample.items() if key != "adapter"} for sample in samples([0])]
             engine.forward_backward(batch, loss, normalization="sum")
     full, frozen = (_products(program) & weights for program in programs)
-    assert len(full) > 3
+    assert len(full) >= 3
     assert not frozen
 
 

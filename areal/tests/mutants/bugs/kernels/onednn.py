@@ -43,7 +43,7 @@ def float32_under_autocast(right: Function) -> Function:
     return wrong
 
 
-@mutant(f"{_PRODUCT}:linear", f"{_TESTS}test_not_where_torch_is_as_fast_or_another_is_asked_for")
+@mutant(f"{_PRODUCT}:linear_product", f"{_TESTS}test_not_where_torch_is_as_fast_or_another_is_asked_for")
 def products_of_torch_everywhere(right: Function) -> Function:
     """Linear layers do not use the faster products."""
     return F.linear
