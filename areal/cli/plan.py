@@ -17,7 +17,6 @@ from areal.engine.model.hub import read_config
 from areal.plan.hardware import Hardware
 from areal.plan.layout_search import PlanJob, best_layouts, with_world_size
 from areal.plan.report import describe_layouts, describe_plan
-from areal.plan.uniform_layers import UniformLayers
 
 _WORLDS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -61,7 +60,7 @@ def _print_plan(job: PlanJob, given: argparse.Namespace) -> None:
         f"{config.model_type} at {job.model}: {given.world_size:,} ranks, {job.tokens_per_rank:,} tokens per rank and step in sequences of "
         f"{job.length:,}\n{job.hardware.describe()}\n"
     )
-    layers = UniformLayers.of(job.model)
+    layers = job.uniform_layers()
     # The layout that was asked for, with all of its layers.
     if dims is not None:
         print(describe_plan(job.plan(dims), job) + "\n", flush=True)
