@@ -79,9 +79,8 @@ class PlanJob:
         """Return the layers of the model; ``None`` if they or their adapters differ, so that every layer must be run."""
         if self.settings.get("lora") is not None:
             targets = LoRAConfig.model_validate(self.settings["lora"]).target_modules
-            names = () if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets
             # A pattern, or a name with a dot, may select layers by their numbers.
-            if isinstance(targets, str) and names or any("." in name for name in names):
+            if targets != "all-linear" and (isinstance(targets, str) or any("." in name for name in targets)):
                 return None
         return UniformLayers.of(self.model)
 

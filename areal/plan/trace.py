@@ -35,6 +35,11 @@ class Workload:
         """Tokens of the batch."""
         return self.sequences * self.length
 
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of a micro-batch."""
+        return min(self.sequences, self.micro_batch // self.length)
+
     def batch(self) -> list[dict[str, torch.Tensor]]:
         """Return sequences without meaning."""
         return [{"input_ids": torch.zeros(self.length, dtype=torch.int64)} for _ in range(self.sequences)]

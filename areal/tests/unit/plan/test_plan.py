@@ -76,7 +76,9 @@ def test_adapters_are_what_is_trained() -> None:
     assert trained.trace.memory["gradients"] == factors
     # No gradient of the model is reduced; one all-reduce sums those of the factors, and the step waits for it.
     assert "reduce_scatter" not in {kind.name for kind in trained.trace.collectives}
-    assert max(calls.nbytes for kind, calls in trained.trace.collectives.items() if kind.name == "all_reduce") == factors
+    assert (
+        max(calls.nbytes for kind, calls in trained.trace.collectives.items() if kind.name == "all_reduce") == factors
+    )
     assert trained.exposed > 0
 
 
@@ -148,7 +150,9 @@ def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
     ("options", "error"),
     [
         (["--backend", "fsdp:t8"], "does not divide over 8 tensor-parallel ranks"),
-        (["--backend", "megatron:t2"], "plans run the code of the fsdp engine"),
+        (["--backend", "megatron:t2"], "there are plans of the engines fsdp and jax"),
+        (["--backend", "jax:t2"], "needs a layout and a topology"),
+        (["--backend", "fsdp:t2", "--topology", "v5p:2x2x1"], "it is for jax"),
         (["--backend", "fsdp:t2", "--sequence", "4096"], "less than one sequence of 4096"),
         (["--backend", "fsdp:t2", "fsdp.compile=true"], "fsdp.compile = True"),
     ],
