@@ -17,6 +17,7 @@ from areal.engine.model.hub import read_config
 from areal.plan.hardware import Hardware
 from areal.plan.layout_search import PlanJob, best_layouts, with_world_size
 from areal.plan.report import describe_layouts, describe_plan
+from areal.utils import platform
 
 _WORLDS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -100,9 +101,10 @@ def _print_compiled(job: PlanJob, given: argparse.Namespace) -> None:
             f"backend = {given.backend!r} with --topology {given.topology}: a plan of the JAX engine needs a layout and a topology, such as "
             "jax:d2t2 and v5p:2x2x1, and has no --picture"
         )
+    platform.leave_tpu_alone()
     try:
-        devices = import_module("areal.plan.jax.devices").planned_devices(given.topology)
-        compiled = import_module("areal.plan.jax.compiled_plan")
+        devices = import_module("areal.engine.jax.ahead.devices").planned_devices(given.topology)
+        compiled = import_module("areal.plan.compiled_plan")
     except ImportError as error:
         raise ValueError(f"backend = {given.backend!r} ({error}): pip install 'areal[jax]'") from error
     if given.world_size not in (None, len(devices)):

@@ -14,11 +14,11 @@ if find_spec("libtpu") is None:
 
 from areal.api import OptimizerConfig
 from areal.cli.plan import run_plan
+from areal.engine.jax.ahead.devices import planned_devices
+from areal.engine.jax.ahead.programs import Programs
 from areal.engine.jax.model.architecture import FAMILIES as OF_THE_ENGINE
 from areal.engine.jax.model.token_outputs import Wanted
-from areal.plan.jax.collectives import collectives, step_collectives
-from areal.plan.jax.devices import planned_devices
-from areal.plan.jax.programs import Programs
+from areal.plan.compiled_collectives import collectives, step_collectives
 from areal.tests.grid.models import FAMILIES, OUTSIDE_THE_GRID
 from areal.tests.harness.tiny import config
 from areal.tests.harness.world import record
@@ -95,7 +95,7 @@ def test_layers_are_gathered_in_each_pass(tmp_path: Path) -> None:
     n_layers = 5
     programs = programs_of(tmp_path, "qwen3", "v5p:2x2x1", "jax:d4", {}, num_hidden_layers=n_layers)
     forward, backward, _ = programs.forward_and_backward()
-    found = step_collectives({forward.as_text(): 1, backward.as_text(): 1}, programs.spec.mesh)
+    found = step_collectives({forward.as_text(): 1, backward.as_text(): 1}, programs.spec.mesh.shape)
     nbytes = {name: calls.nbytes for (name, _, _, _), calls in found.items()}
     weights = {name: x.size for name, x in programs.params.items() if "norm" not in name}
     # Gathered in bfloat16 in each pass, and the embedding for the lookup only; gradients are reduced in float32.

@@ -9,7 +9,7 @@ import pytest
 
 from areal.api import TrainEngine
 from areal.engine.jax import bridge
-from areal.plan.jax.collectives import CompiledCollective, collectives
+from areal.plan.compiled_collectives import CompiledCollective, collectives
 from areal.tests.harness.tiny import global_batch, local_batch, loss
 
 

@@ -11,8 +11,8 @@ pytest.importorskip("jax", reason="needs the extra jax")
 import jax
 
 from areal.cli.plan import run_plan
-from areal.plan.jax import devices
-from areal.plan.jax.compiled_plan import plan_compiled
+from areal.engine.jax.ahead import devices
+from areal.plan.compiled_plan import plan_compiled
 from areal.plan.state_bytes import count_parameters
 from areal.plan.trace import Workload
 from areal.tests.harness.tiny import config, family_dir

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from areal.api import TrainEngineConfig
+from areal.engine.jax.ahead.programs import Programs, device_bytes
 from areal.engine.jax.engine import JAXEngine
-from areal.plan.jax.collectives import step_collectives
-from areal.plan.jax.programs import Programs, device_bytes
+from areal.plan.compiled_collectives import step_collectives
 from areal.plan.report import COLLECTIVE_HEAD, describe_collective, memory_table
 from areal.plan.step_recorder import Collective, CollectiveCalls
 from areal.plan.trace import Workload
@@ -40,7 +38,7 @@ class CompiledPlan:
     collectives: Mapping[Collective, CollectiveCalls]
 
 
-def plan_compiled(config: TrainEngineConfig, workload: Workload, devices: Sequence[jax.Device]) -> CompiledPlan:
+def plan_compiled(config: TrainEngineConfig, workload: Workload, devices: Sequence[Any]) -> CompiledPlan:
     """Compile the programs of a step, and read their memory and collectives.
 
     Args:
@@ -81,7 +79,7 @@ def plan_compiled(config: TrainEngineConfig, workload: Workload, devices: Sequen
     largest = max(memory, key=lambda name: sum(memory[name].values()))
     runs = {"forward": n_mbs, "backward": n_mbs, "update": 1}
     texts = {program.as_text(): runs[name] for name, program in compiled.items()}
-    collectives = step_collectives(texts, programs.spec.mesh)
+    collectives = step_collectives(texts, programs.spec.mesh.shape)
     return CompiledPlan(config, workload, n_mbs, devices[0].device_kind, largest, memory[largest], collectives)
 
 

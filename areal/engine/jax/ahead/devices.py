@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from importlib.util import find_spec
 
 import jax
-from jax._src import xla_bridge
 from jax.experimental import topologies
 
 _LARGEST = 1024
-"""Most devices of a topology: the order of its devices has been checked up to this number."""
-
-_DESCRIBED = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost"}
-"""Settings for which the compiler would otherwise ask the metadata server of a cloud machine."""
+"""Most devices of a topology, for which programs have been compiled."""
 
 
 def planned_devices(topology: str) -> list[jax.Device]:
-    """Return the devices of a topology, in the order of the engine's ranks.
+    """Return the devices of a topology, in the order of the engine's ranks. For a process without an engine: JAX then uses its CPU alone.
 
     Args:
         topology: ``GENERATION:SHAPE`` of TPU chips, such as ``v5p:2x2x1``, or ``cpu:N`` for virtual devices of this process.
@@ -25,18 +21,15 @@ def planned_devices(topology: str) -> list[jax.Device]:
     Raises:
         ValueError: the topology does not exist, or its compiler is not installed.
     """
+    # Tracing makes small arrays: on this host's CPU, not on a TPU that another process may use.
+    jax.config.update("jax_platforms", "cpu")
     generation, _, shape = topology.partition(":")
     if generation == "cpu" and shape.isdigit() and int(shape) > 0:
         return _cpus(int(shape))
-    # Tracing makes small arrays: on this host's CPU, not on a TPU that another process may use.
-    if not xla_bridge.backends_are_initialized():
-        jax.config.update("jax_platforms", "cpu")
     if find_spec("libtpu") is None:
         raise ValueError(
             f"--topology {topology}: the compiler of TPUs is not installed: pip install 'areal[tpu-compile]', or choose cpu:N"
         )
-    for name, value in _DESCRIBED.items():
-        os.environ.setdefault(name, value)
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:
@@ -56,8 +49,8 @@ def _cpus(number: int) -> list[jax.Device]:
     Raises:
         ValueError: JAX has started with fewer.
     """
-    if not xla_bridge.backends_are_initialized():
-        jax.config.update("jax_platforms", "cpu")
+    # An error says that JAX has started, with other devices.
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
     devices = jax.devices("cpu")
     if len(devices) < number:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jax.sharding import Mesh
 
 from areal.plan.step_recorder import Collective, CollectiveCalls
 
@@ -112,22 +111,22 @@ def _arrays(kind: str, results: str, *, started: bool) -> list[tuple[str, str]]:
     return arrays[1:2] if started and kind == "collective-permute" else arrays
 
 
-def step_collectives(programs: Mapping[str, int], mesh: Mesh) -> dict[Collective, CollectiveCalls]:
+def step_collectives(programs: Mapping[str, int], mesh: Mapping[str, int]) -> dict[Collective, CollectiveCalls]:
     """Return the collectives of a step by kind, with calls and bytes on one rank.
 
     Args:
         programs: texts of compiled programs, with the number of their runs.
-        mesh: the devices. Indices of ranks are those of its order.
+        mesh: sizes of the axes of the mesh of devices. Indices of ranks are those of its order.
     """
     found: dict[Collective, CollectiveCalls] = {}
     for text, runs in programs.items():
         for each in collectives(text):
             axes = _axes(each.groups, mesh)
-            size = math.prod(mesh.shape[axis] for axis in axes)
+            size = math.prod(mesh[axis] for axis in axes)
             if size == 1:
                 continue
-            places = np.arange(mesh.size).reshape(list(mesh.shape.values()))
-            line = places[tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)].flatten()
+            places = np.arange(math.prod(mesh.values())).reshape(list(mesh.values()))
+            line = places[tuple(slice(None) if axis in axes else 0 for axis in mesh)].flatten()
             kind = Collective(each.kind.replace("-", "_"), "+".join(axes), size, int(line[1] - line[0]))
             calls = found.setdefault(kind, CollectiveCalls())
             calls.count += runs * each.times * each.first
@@ -135,13 +134,13 @@ def step_collectives(programs: Mapping[str, int], mesh: Mesh) -> dict[Collective
     return found
 
 
-def _axes(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> tuple[str, ...]:
+def _axes(groups: tuple[tuple[int, ...], ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Return the fewest axes of a mesh along which the ranks of each group differ; all axes without groups."""
-    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in mesh if mesh[axis] > 1)
     if not groups:
         return axes
-    places = {rank: np.unravel_index(rank, list(mesh.shape.values())) for rank in itertools.chain(*groups)}
-    numbers = {axis: mesh.axis_names.index(axis) for axis in axes}
+    places = {rank: np.unravel_index(rank, list(mesh.values())) for rank in itertools.chain(*groups)}
+    numbers = {axis: list(mesh).index(axis) for axis in axes}
     return tuple(
         axis for axis in axes if any(len({places[rank][numbers[axis]] for rank in group}) > 1 for group in groups)
     )
