@@ -71,7 +71,7 @@ def plan_compiled(config: TrainEngineConfig, workload: Workload, devices: Sequen
         "backward": ({**state, "residuals": kept}, ("parameters", "gradients", "residuals")),
         "update": ({**state, "residuals": 0}, ("parameters", "gradients", "optimizer")),
     }
-    code = sum(_analysis(program).generated_code_size_in_bytes for program in compiled.values())
+    code = sum(program.memory_analysis().generated_code_size_in_bytes for program in compiled.values())
     memory = {}
     for name, (arrays, known) in passes.items():
         temporaries = _total(compiled[name]) - sum(arrays[kind] for kind in known)
@@ -111,12 +111,8 @@ def describe_compiled(plan: CompiledPlan, memory: int) -> str:
     )
 
 
-def _analysis(program: Any) -> Any:
-    return program.memory_analysis()
-
-
 def _total(program: Any) -> int:
     """Return the bytes of a program on a device: arguments, results that do not take the memory of one, and temporary memory."""
-    stats = _analysis(program)
+    stats = program.memory_analysis()
     results: int = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(stats.argument_size_in_bytes) + results + int(stats.temp_size_in_bytes)

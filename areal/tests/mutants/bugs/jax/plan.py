@@ -16,12 +16,6 @@ def elements_of_eight_bytes(right: Function) -> Function:
     return lambda arrays: 2 * right(arrays)
 
 
-@mutant("areal.engine.jax.ahead.programs:Programs.moments", STATE)
-def one_moment_in_jax(right: Function) -> Function:
-    """AdamW is planned with one moment instead of two."""
-    return lambda self, config: dict(list(right(self, config).items())[:1])
-
-
 @mutant("areal.plan.compiled_collectives:_trips", TEXT.format("shapes_trips_and_groups"))
 def loops_of_tpus_run_once(right: Function) -> Function:
     """The number of layers is read where programs for CPUs have it only."""
