@@ -50,20 +50,21 @@ def plan_compiled(config: TrainEngineConfig, workload: Workload, devices: Sequen
     """
     if config.lora is not None:
         raise ValueError(f"lora = {config.lora!r}: a plan of the JAX engine does not support it; leave it out")
-    if config.optimizer is None:
+    optimizer = config.optimizer
+    if optimizer is None:
         raise ValueError("optimizer = None: a plan of the JAX engine is one of a training step; set an optimizer")
     # The engine refuses layouts and options that it does not support.
     config = JAXEngine(config).config
     n_mbs = -(-workload.sequences // workload.sequences_at_once)
     programs = Programs.of(config, devices, workload.sequences_at_once * workload.length)
     forward, backward, residuals = programs.forward_and_backward()
-    compiled = {"forward": forward, "backward": backward, "update": programs.update(config.optimizer)}
+    compiled = {"forward": forward, "backward": backward, "update": programs.update(optimizer)}
     # Arrays that exist while each program runs. Some are its arguments, and a donated argument is a result, too.
     parameters, kept = device_bytes(programs.params), device_bytes(residuals)
     state = {
         "parameters": parameters,
         "gradients": parameters,
-        "optimizer": device_bytes(programs.moments(config.optimizer)),
+        "optimizer": device_bytes(programs.moments(optimizer)),
     }
     before = state if n_mbs > 1 else {**state, "gradients": 0}
     passes = {
