@@ -17,7 +17,7 @@ from areal.engine.model.hub import read_config
 from areal.plan.hardware import Hardware
 from areal.plan.layout_search import PlanJob, best_layouts, with_world_size
 from areal.plan.report import describe_layouts, describe_plan
-from areal.plan.uniform_layers import UniformLayers
+from areal.utils import platform
 
 _WORLDS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -50,18 +50,25 @@ def run_plan(options: Sequence[str]) -> int:
 
 
 def _print_plan(job: PlanJob, given: argparse.Namespace) -> None:
-    config = read_config(job.model)
     engine, _, letters = given.backend.partition(":")
+    if engine == "jax":
+        _print_compiled(job, given)
+        return
     if engine != "fsdp":
         raise ValueError(
-            f"backend = {given.backend!r}: plans run the code of the fsdp engine; choose fsdp, or fsdp with a layout"
+            f"backend = {given.backend!r}: there are plans of the engines fsdp and jax; choose fsdp, fsdp with a layout, or jax with a layout"
         )
+    if given.topology is not None:
+        raise ValueError(f"--topology {given.topology} with backend = {given.backend!r}: it is for jax; leave it out")
+    if given.world_size is None:
+        raise ValueError(f"--world-size is missing with backend = {given.backend!r}: name the number of ranks")
+    config = read_config(job.model)
     dims = with_world_size(ParallelDims.parse(given.backend), given.world_size) if letters else None
     print(
         f"{config.model_type} at {job.model}: {given.world_size:,} ranks, {job.tokens_per_rank:,} tokens per rank and step in sequences of "
         f"{job.length:,}\n{job.hardware.describe()}\n"
     )
-    layers = UniformLayers.of(job.model)
+    layers = job.uniform_layers()
     # The layout that was asked for, with all of its layers.
     if dims is not None:
         print(describe_plan(job.plan(dims), job) + "\n", flush=True)
@@ -87,6 +94,29 @@ def _print_plan(job: PlanJob, given: argparse.Namespace) -> None:
         print(f"\nweak scaling from {_worlds(dims)[0]} to {_worlds(dims)[-1]} ranks: {given.picture}")
 
 
+def _print_compiled(job: PlanJob, given: argparse.Namespace) -> None:
+    """Print a plan of the JAX engine: one layout, on the devices of a topology."""
+    if ":" not in given.backend or given.topology is None or given.picture is not None:
+        raise ValueError(
+            f"backend = {given.backend!r} with --topology {given.topology}: a plan of the JAX engine needs a layout and a topology, such as "
+            "jax:d2t2 and v5p:2x2x1, and has no --picture"
+        )
+    platform.leave_tpu_alone()
+    try:
+        devices = import_module("areal.engine.jax.ahead.devices").planned_devices(given.topology)
+        compiled = import_module("areal.plan.compiled_plan")
+    except ImportError as error:
+        raise ValueError(f"backend = {given.backend!r} ({error}): pip install 'areal[jax]'") from error
+    if given.world_size not in (None, len(devices)):
+        raise ValueError(
+            f"--world-size {given.world_size} with --topology {given.topology}, which has {len(devices)} devices: leave --world-size out"
+        )
+    dims = with_world_size(ParallelDims.parse(given.backend), len(devices))
+    workload = job.workload(dims)
+    plan = compiled.plan_compiled(job.config(dims, workload), workload, devices)
+    print(compiled.describe_compiled(plan, job.memory))
+
+
 def _worlds(dims: ParallelDims) -> list[int]:
     """Return the sizes of the worlds of the picture: those that the layout's degrees, except ``d``, divide."""
     least = dims.world_size // dims.dp_shard
@@ -109,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, help="model directory or hub name; only config.json is read")
     parser.add_argument("--backend", default="fsdp", help="engine with a layout, such as fsdp:t8p2, or alone")
-    parser.add_argument("--world-size", type=int, required=True, help="number of ranks; d of the layout is multiplied")
+    parser.add_argument("--world-size", type=int, help="number of ranks; d of the layout is multiplied")
+    parser.add_argument("--topology", help="devices of a jax layout: TPU chips such as v5p:2x2x1, or cpu:N")
     parser.add_argument("--tokens-per-rank", type=int, default=8192, help="tokens of a step divided by the ranks")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument(

@@ -33,10 +33,18 @@ class Stage:
     overlapped: float
 
     @classmethod
-    def of(cls, rank: int, trace: Trace, hardware: Hardware) -> Stage:
-        """Return a stage with the times of its collectives."""
+    def of(cls, rank: int, trace: Trace, hardware: Hardware, *, adapters: bool = False) -> Stage:
+        """Return a stage with the times of its collectives.
+
+        Args:
+            adapters: adapters are trained, whose gradients are summed after the last backward, in one all-reduce of each group of ranks.
+        """
         seconds = collective_seconds(trace.collectives, hardware)
-        exposed = sum(value for kind, value in seconds.items() if kind.axis not in SHARDED)
+        exposed = sum(
+            value
+            for kind, value in seconds.items()
+            if kind.axis not in SHARDED or (adapters and kind.name == "all_reduce")
+        )
         return cls(rank, trace, exposed, sum(seconds.values()) - exposed)
 
     @property
@@ -124,7 +132,7 @@ def plan_layout(
         rank = stage * ranks_per_stage
         request = TraceRequest(config, workload, rank, hardware, memory)
         found = trace_step(*request) if layers is None else layers.extrapolate(request)
-        stages.append(Stage.of(rank, found, hardware))
+        stages.append(Stage.of(rank, found, hardware, adapters=config.lora is not None))
     return LayoutPlan(config, workload, tuple(stages), pipeline_bubble(config, stages[0].trace.n_mbs))
 
 

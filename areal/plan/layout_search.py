@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal.api import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.api import LoRAConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.parallel import ParallelDims
 from areal.engine.model.hub import experts_per_layer, read_config
 from areal.plan.hardware import Hardware
@@ -74,6 +74,15 @@ class PlanJob:
             mb_spec=MicroBatchSpec(max_tokens_per_mb=workload.micro_batch),
             **defaults | dict(self.settings) | chosen,
         )
+
+    def uniform_layers(self) -> UniformLayers | None:
+        """Return the layers of the model; ``None`` if they or their adapters differ, so that every layer must be run."""
+        if self.settings.get("lora") is not None:
+            targets = LoRAConfig.model_validate(self.settings["lora"]).target_modules
+            # A pattern, or a name with a dot, may select layers by their numbers.
+            if targets != "all-linear" and (isinstance(targets, str) or any("." in name for name in targets)):
+                return None
+        return UniformLayers.of(self.model)
 
     def plan(self, dims: ParallelDims, layers: UniformLayers | None = None) -> LayoutPlan:
         """Plan a layout with the settings as they are.

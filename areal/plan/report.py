@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from areal.api.config import torch_dtype
 from areal.plan.layout_plan import LayoutPlan, collective_seconds
 from areal.plan.layout_search import PlanJob
 from areal.plan.state_bytes import count_parameters
+from areal.plan.step_recorder import Collective
 
 _GIB = 2**30
 
@@ -15,28 +16,21 @@ _GIB = 2**30
 def describe_plan(plan: LayoutPlan, job: PlanJob) -> str:
     """Return the memory, the collectives and the time of a layout, on several lines."""
     config, workload, largest, slowest = plan.config, plan.workload, plan.largest, plan.slowest
-    total = largest.nbytes / _GIB
-    memory = [
-        f"  {kind:14}{nbytes / _GIB:10.2f}"
-        for kind, nbytes in sorted(largest.trace.memory.items(), key=lambda x: -x[1])
-    ]
     seconds = collective_seconds(slowest.trace.collectives, job.hardware)
     rows = [
-        f"  {kind.name:15}{kind.axis:15}{kind.size:6}{calls.count:9.0f}{calls.nbytes / _GIB:11.3f}{seconds[kind]:10.4f}"
+        f"{describe_collective(kind)}{calls.count:9.0f}{calls.nbytes / _GIB:11.3f}{seconds[kind]:10.4f}"
         for kind, calls in sorted(slowest.trace.collectives.items(), key=lambda item: -seconds[item[0]])
     ]
-    fits = "" if total <= job.memory / _GIB else ": does not fit"
     return "\n".join(
         (
             f"{config.backend}, activation_checkpointing = {config.activation_checkpointing}, {slowest.trace.n_mbs} micro-batches of "
             f"{workload.micro_batch:,} tokens",
             "",
             f"peak memory of rank {largest.rank}, GiB",
-            *memory,
-            f"  {'total':14}{total:10.2f} of {job.memory / _GIB:g}{fits}",
+            *memory_table(largest.trace.memory, job.memory),
             "",
             f"collectives of a step on rank {slowest.rank}",
-            f"  {'collective':15}{'axis':15}{'ranks':>6}{'calls':>9}{'GiB':>11}{'seconds':>10}",
+            f"{COLLECTIVE_HEAD}{'calls':>9}{'GiB':>11}{'seconds':>10}",
             *rows,
             "",
             f"pipeline bubble: {plan.bubble / (1 + plan.bubble):.1%} of the step",
@@ -46,6 +40,23 @@ def describe_plan(plan: LayoutPlan, job: PlanJob) -> str:
             _describe_update(plan, job),
         )
     )
+
+
+COLLECTIVE_HEAD = f"  {'collective':20}{'axis':15}{'ranks':>6}"
+"""Head of the columns of :func:`describe_collective`."""
+
+
+def describe_collective(kind: Collective) -> str:
+    """Return the first columns of a table of collectives."""
+    return f"  {kind.name:20}{kind.axis:15}{kind.size:6}"
+
+
+def memory_table(memory: Mapping[str, float], limit: int) -> list[str]:
+    """Return the lines of a table of memory: GiB by kind, the largest first, and the total of ``limit`` bytes."""
+    rows = [f"  {kind:14}{nbytes / _GIB:10.2f}" for kind, nbytes in sorted(memory.items(), key=lambda x: -x[1])]
+    total = sum(memory.values()) / _GIB
+    fits = "" if total <= limit / _GIB else ": does not fit"
+    return [*rows, f"  {'total':14}{total:10.2f} of {limit / _GIB:g}{fits}"]
 
 
 def _describe_update(plan: LayoutPlan, job: PlanJob) -> str:

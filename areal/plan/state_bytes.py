@@ -23,10 +23,10 @@ def count_parameters(path: str) -> int:
 def describe_state(config: TrainEngineConfig) -> str:
     """Return a sentence about the bytes of parameters, gradients and optimizer state on a rank.
 
-    Those of the first rank of the FSDP engine are counted. Other engines, adapters, and a process in a world, get an even division.
+    Those of the first rank of the FSDP engine are counted. Other engines, and a process in a world, get an even division.
     """
     parameters, ranks = count_parameters(config.path), config.dims.world_size
-    if config.dims.backend == "fsdp" and config.lora is None and not dist.is_initialized():
+    if config.dims.backend == "fsdp" and not dist.is_initialized():
         counted, nbytes = "rank 0", _first_rank_bytes(config)
     else:
         # Gradients of the reduce dtype, and two moments of the stored dtype.
@@ -49,6 +49,4 @@ def _first_rank_bytes(config: TrainEngineConfig) -> int:
         engine = PlannedEngine(config.model_copy(update={"fsdp": fsdp}), memory=1 << 36)
         engine.initialize(FinetuneSpec(total_train_steps=1))
         with engine:
-            parameters, optimizer = engine.parameter_bytes(), engine.optimizer_bytes()
-    # Sharded gradients have the shape and the dtype of the parameters.
-    return parameters + (parameters if config.optimizer is not None else 0) + optimizer
+            return engine.parameter_bytes() + engine.gradient_bytes() + engine.optimizer_bytes()

@@ -113,8 +113,12 @@ class StepRecorder(TorchDispatchMode):
             self._operation(func, args, kwargs, out)
         return out
 
-    def watch(self, model: nn.Module) -> None:
-        """Tell the gathered parameters and the gradients of an FSDP model from other tensors. In place."""
+    def watch(self, model: nn.Module, factors: Iterable[nn.Parameter] = ()) -> None:
+        """Tell the gathered parameters and the gradients of an FSDP model, and of an adapter, from other tensors. In place."""
+        for factor in factors:
+            # Views of a factor are no new memory.
+            self._storages[factor.untyped_storage()._cdata] = "parameters", 0
+            factor.register_post_accumulate_grad_hook(lambda x: self._set(x.grad, "gradients"))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 for group in fsdp_param_groups(module):

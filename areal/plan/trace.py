@@ -35,6 +35,11 @@ class Workload:
         """Tokens of the batch."""
         return self.sequences * self.length
 
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of a micro-batch."""
+        return min(self.sequences, self.micro_batch // self.length)
+
     def batch(self) -> list[dict[str, torch.Tensor]]:
         """Return sequences without meaning."""
         return [{"input_ids": torch.zeros(self.length, dtype=torch.int64)} for _ in range(self.sequences)]
@@ -95,13 +100,13 @@ def trace_step(config: TrainEngineConfig, workload: Workload, rank: int, hardwar
             rows = [chunk.hf.get_output_embeddings().weight for chunk in engine.chunks if chunk.has_head]
             vocab_rows = -(-rows[0].shape[0] // config.dims.tp) if rows else 0
             recorder = StepRecorder(simulate=True, seconds=hardware.operation_seconds, vocab_rows=vocab_rows)
-            recorder.watch(engine.chunks)
+            recorder.watch(engine.chunks, engine.factors)
             with recorder:
                 engine.run_step(mbs)
             parameters, state = engine.parameter_bytes(), engine.optimizer_bytes()
             held = {"parameters": parameters, "gradients": 0, "optimizer": state}
             # AdamW reads parameters, gradients and state, and writes parameters and state.
-            update = hardware.operation_seconds(0.0, 3 * parameters + 2 * state) if state else 0.0
+            update = hardware.operation_seconds(0.0, 3 * engine.gradient_bytes() + 2 * state) if state else 0.0
             n_mbs = len(mbs)
         peak: Counter[str] = Counter(held)
         peak.update({kind: nbytes for kind, nbytes in recorder.peak.items() if kind})

@@ -259,3 +259,10 @@ def save_memory_history(device: torch.device, path: Path) -> None:
     if device.type == "cuda":
         torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None, device=device)
+
+
+def leave_tpu_alone() -> None:
+    """Set what the compiler of TPUs would otherwise ask the metadata server of a cloud machine for. Before the import of JAX."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

@@ -26,8 +26,6 @@ from areal.engine.jax.inputs import LocalStreams, Sizes
 from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
 from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
-from areal.engine.jax.model.fused_attention import kernel_for
-from areal.engine.jax.model.products import Numbers
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.model_arrays import ModelGradients, ModelState, norm_of_gradients, scale_grads
 from areal.engine.jax.offload import JAXMemory
@@ -75,22 +73,10 @@ class JAXEngine(BaseTrainEngine):
         arrays = parameters_of(hf, value_head=config.value_head)
         architecture = Architecture.of(hf)
         check_experts_of(self.dims, architecture.experts.n_experts if architecture.experts else None)
-        keep = config.kept_logits_bytes
-        numbers = Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype)
         # JAX numbers processes in its own way on some platforms.
         processes = self.control.gather(jax.process_index())
         mesh = build_mesh(self.dims, processes, config.jax.devices_per_process)
-        platform = mesh.devices.flat[0].platform
-        self._spec = ModelSpec(
-            architecture,
-            numbers,
-            mesh,
-            recompute=config.activation_checkpointing == "full",
-            fp32_head=config.fp32_head,
-            keep_bytes=default_keep_bytes(self.device) if keep is None else keep,
-            trained=config.lora is None,
-            kernel=kernel_for(platform, architecture, numbers, self.dims.cp) if config.jax.attention_kernel else None,
-        )
+        self._spec = ModelSpec.of(config, architecture, mesh, default_keep_bytes(self.device))
         model = ModelState(self._spec, arrays)
         weights = JAXWeights(model, hf)
         if config.init_from_scratch:

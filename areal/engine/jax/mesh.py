@@ -47,10 +47,14 @@ def build_mesh(dims: ParallelDims, processes: Sequence[int], devices_per_process
     Raises:
         ValueError: two processes have the same index.
     """
+    return mesh_of(dims, _devices_of(processes, jax.devices(), devices_per_process))
+
+
+def mesh_of(dims: ParallelDims, devices: Sequence[jax.Device]) -> Mesh:
+    """Return the mesh of a layout, of one device for each rank."""
     # With a layout of experts apart, whole experts are spread over tensor-parallel ranks, too.
     spread = dims.ep if dims.expert_tp == dims.tp else dims.ep // dims.tp
     shape = (dims.dp_replicate, dims.dp_shard // spread, spread, dims.cp, dims.tp)
-    devices = _devices_of(processes, jax.devices(), devices_per_process)
     return Mesh(np.array(devices, dtype=object).reshape(shape), AXES)
 
 

@@ -54,7 +54,7 @@ class OptaxOptimizer:
 
         with model.spec.numbers.enabled(), consuming((params, moments), "weights and optimizer state", restore):
             # Two arrays, because each is a transfer to the device.
-            settings = _scalars(group)
+            settings = scalars(group)
             numbers = np.array(list(settings.values()), model.spec.numbers.master)
             counts = np.array([self.counts[name] for name in sorted(params)], np.int32)
             before = moments or self._zeros()
@@ -93,7 +93,8 @@ class OptaxOptimizer:
         return {kind: self._model.zeros() for kind in self.kinds}
 
 
-def _scalars(group: dict[str, Any]) -> dict[str, float]:
+def scalars(group: dict[str, Any]) -> dict[str, float]:
+    """Return the settings of a step by name, each a number: the values that the update takes."""
     betas = group.get("betas")
     numbers = {name: value for name, value in group.items() if name != "betas"}
     return numbers if betas is None else {**numbers, "beta1": betas[0], "beta2": betas[1]}

@@ -44,6 +44,7 @@ if find_spec("megatron") is not None:
 
 if find_spec("jax") is not None:
     import areal.tests.mutants.bugs.jax.model
+    import areal.tests.mutants.bugs.jax.plan
     import areal.tests.mutants.bugs.jax.runtime
     import areal.tests.mutants.bugs.jax.state
 
@@ -51,7 +52,8 @@ if find_spec("jax") is not None:
 import areal.tests.mutants.bugs.gpu
 import areal.tests.mutants.bugs.kernels.onednn
 import areal.tests.mutants.bugs.model.memory
-import areal.tests.mutants.bugs.model.plan  # noqa: F401
+import areal.tests.mutants.bugs.model.plan
+import areal.tests.mutants.bugs.model.plan_engines  # noqa: F401
 
 
 def plant_in_worker(name: str) -> None:

@@ -13,10 +13,11 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal.api.config import TrainEngineConfig
 from areal.engine.jax.lora.contribution import FactorUse
 from areal.engine.jax.mesh import STREAMS, bounds, gathered_spec, row_spec, stored_spec, ways
 from areal.engine.jax.model.architecture import LAYER, Architecture
-from areal.engine.jax.model.fused_attention import Kernel
+from areal.engine.jax.model.fused_attention import Kernel, kernel_for
 from areal.engine.jax.model.products import Numbers, WeightUse
 
 Params = Mapping[str, Array]
@@ -46,6 +47,30 @@ class ModelSpec:
     keep_bytes: int
     trained: bool = True
     kernel: Kernel | None = None
+
+    @classmethod
+    def of(cls, config: TrainEngineConfig, arch: Architecture, mesh: Mesh, keep_bytes: int) -> ModelSpec:
+        """Return what the programs of an engine depend on.
+
+        Args:
+            config: configuration of the engine.
+            arch: the decoder.
+            mesh: devices of all ranks. Their platform may have a kernel.
+            keep_bytes: memory for logits, unless the configuration says.
+        """
+        numbers = Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype)
+        kernel = kernel_for(mesh.devices.flat[0].platform, arch, numbers, config.dims.cp)
+        keep = config.kept_logits_bytes
+        return cls(
+            arch,
+            numbers,
+            mesh,
+            recompute=config.activation_checkpointing == "full",
+            fp32_head=config.fp32_head,
+            keep_bytes=keep_bytes if keep is None else keep,
+            trained=config.lora is None,
+            kernel=kernel if config.jax.attention_kernel else None,
+        )
 
     def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
         """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""

@@ -110,7 +110,7 @@ def test_transport_lets_the_engine_cast(backend: str) -> None:
 @pytest.mark.parametrize("backend", chosen("jax:d2", "jax:t2"))
 def test_jax_gathers_integers_of_two_bytes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = import_module("areal.engine.jax.weights")
-    collectives = import_module("areal.tests.dist.jax.compiled").collectives
+    collectives = import_module("areal.plan.compiled_collectives").collectives
     gathered: list[tuple[str, int]] = []
 
     def recording(program: Any) -> Any:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from areal.api import MicroBatchSpec
+from areal.api import LoRAConfig, MicroBatchSpec
 from areal.plan.hardware import Hardware
 from areal.plan.step_recorder import Collective, CollectiveCalls, StepRecorder
 from areal.plan.trace import Trace, Workload, trace_step
@@ -28,6 +28,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tensors": ("fsdp:d2t2", "qwen3", {}),
     "stages": ("fsdp:d2p2", "qwen3", {}),
     "virtual stages": ("fsdp:d1p2v2t2", "qwen3", {}),
+    "adapters": ("fsdp:d4", "qwen3", {"lora": LoRAConfig(rank=4)}),
+    "adapters, recomputed, of replicas": (
+        "fsdp:r2d2",
+        "qwen3",
+        {"lora": LoRAConfig(rank=3, target_modules=("q_proj", "down_proj")), "activation_checkpointing": "full"},
+    ),
+    "adapters of parts": ("fsdp:d2t2", "qwen3", {"lora": LoRAConfig(rank=4)}),
+    "adapters of stages": ("fsdp:d2p2", "qwen3", {"lora": LoRAConfig(rank=4)}),
     "experts": ("fsdp:d2e2", "qwen3_moe", {"dtype": "bfloat16"}),
     "experts over tokens": ("fsdp:d1c2e2", "qwen3_moe", {"dtype": "bfloat16"}),
 }

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from areal.api import Batch, MicroBatchSpec, TokenOutputs
+from areal.api import Batch, LoRAConfig, MicroBatchSpec, TokenOutputs
 from areal.plan.hardware import Hardware
 from areal.plan.trace import Trace, Workload, trace_step
 from areal.tests.harness.tiny import config, family_dir, started
@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "none": ("qwen3", {"dtype": "float32"}, {"vocab_size": 2048}),
     "selective": ("qwen3", {"dtype": "float32"}, {"num_hidden_layers": 4}),
     "full": ("qwen3", {"dtype": "float32"}, {"num_hidden_layers": 4}),
+    "adapters": ("qwen3", {"dtype": "float32", "lora": LoRAConfig(rank=16)}, {"num_hidden_layers": 4}),
     "experts": ("qwen3_moe", {"dtype": "bfloat16"}, {"vocab_size": 2048}),
 }
 

@@ -24,6 +24,8 @@ from areal.tests.harness.world import no_world
 
 SETTINGS = {"dtype": "bfloat16", "optimizer": OptimizerConfig(lr=1e-3, lr_scheduler="constant")}
 
+STATE = ("parameters", "optimizer")
+
 
 @pytest.fixture(autouse=True)
 def _process_without_a_world() -> Iterator[None]:
@@ -51,6 +53,33 @@ def test_few_layers_tell_the_costs_of_all(backend: str) -> None:
 def counted(stage: Stage) -> dict[Collective, tuple[int, int]]:
     """Return calls and bytes by kind."""
     return {kind: (round(calls.count), round(calls.nbytes)) for kind, calls in stage.trace.collectives.items()}
+
+
+def test_few_layers_tell_the_costs_of_adapters() -> None:
+    adapted = job(settings={**SETTINGS, "lora": {"rank": 4}})
+    dims, layers = ParallelDims.parse("fsdp:d2t2"), adapted.uniform_layers()
+    full, short = adapted.plan(dims).largest, adapted.plan(dims, layers).largest
+    assert layers is not None
+    assert counted(full) == counted(short)
+    assert {kind: full.trace.memory[kind] for kind in STATE} == {kind: short.trace.memory[kind] for kind in STATE}
+    # A pattern may select some of the layers.
+    assert job(settings={"lora": {"target_modules": r".*layers\.3\.self_attn\.q_proj"}}).uniform_layers() is None
+
+
+def test_adapters_are_what_is_trained() -> None:
+    dims, batch = ParallelDims.parse("fsdp:d2"), {"tokens_per_rank": 128, "micro_batch": 64}
+    trained = job(settings={**SETTINGS, "lora": {"rank": 4}}, **batch).plan(dims).largest
+    full = job(**batch).plan(dims).largest
+    factors = trained.trace.memory["parameters"] - full.trace.memory["parameters"]
+    assert trained.trace.memory["optimizer"] == 2 * factors > 0
+    # At the peak, in the second micro-batch, the gradients of the first exist.
+    assert trained.trace.memory["gradients"] == factors
+    # No gradient of the model is reduced; one all-reduce sums those of the factors, and the step waits for it.
+    assert "reduce_scatter" not in {kind.name for kind in trained.trace.collectives}
+    assert (
+        max(calls.nbytes for kind, calls in trained.trace.collectives.items() if kind.name == "all_reduce") == factors
+    )
+    assert trained.exposed > 0
 
 
 def test_recomputation_takes_less_memory_and_more_operations() -> None:
@@ -121,9 +150,11 @@ def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
     ("options", "error"),
     [
         (["--backend", "fsdp:t8"], "does not divide over 8 tensor-parallel ranks"),
-        (["--backend", "megatron:t2"], "plans run the code of the fsdp engine"),
+        (["--backend", "megatron:t2"], "there are plans of the engines fsdp and jax"),
+        (["--backend", "jax:t2"], "needs a layout and a topology"),
+        (["--backend", "fsdp:t2", "--topology", "v5p:2x2x1"], "it is for jax"),
         (["--backend", "fsdp:t2", "--sequence", "4096"], "less than one sequence of 4096"),
-        (["--backend", "fsdp:t2", "lora.rank=8"], "lora"),
+        (["--backend", "fsdp:t2", "fsdp.compile=true"], "fsdp.compile = True"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
