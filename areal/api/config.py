@@ -89,6 +89,10 @@ class FSDPConfig(BackendConfig):
     text_only: bool = Field(
         default=False, description="Accept a model that also takes images, videos or sound, and train it on text alone."
     )
+    layer_kernels: Literal["torch", "liger"] = Field(
+        default="torch",
+        description="Kernels of norms, SwiGLU and rotary embeddings: torch's, or Liger's, which need CUDA and the extra `liger`.",
+    )
     compile: bool = Field(
         default=False, description="Compile each layer with torch.compile, once for micro-batches of every length."
     )
@@ -107,6 +111,9 @@ class FSDPConfig(BackendConfig):
             raise ValueError(
                 f"fsdp.compile_backend = {self.compile_backend!r} without fsdp.compile = True: set it, or leave the backend out"
             )
+        if self.layer_kernels != "torch" and (self.compile or config.dtype == "float64"):
+            other = "fsdp.compile = True" if self.compile else "dtype = 'float64'"
+            raise ValueError(f"fsdp.layer_kernels = {self.layer_kernels!r} with {other}: leave one of the two out")
         if self.checkpointed_share != 1.0 and config.activation_checkpointing == "none":
             raise ValueError(
                 f"fsdp.checkpointed_share = {self.checkpointed_share} with activation_checkpointing = 'none': choose 'full' or "

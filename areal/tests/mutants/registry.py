@@ -49,6 +49,7 @@ if find_spec("jax") is not None:
 
 # After Megatron's, which would repeat them.
 import areal.tests.mutants.bugs.gpu
+import areal.tests.mutants.bugs.model.liger
 import areal.tests.mutants.bugs.model.memory
 import areal.tests.mutants.bugs.model.plan  # noqa: F401
 
