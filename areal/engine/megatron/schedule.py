@@ -6,7 +6,7 @@ Pipeline stages communicate within the process groups of the engine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -53,11 +54,47 @@ def _start(
 
 
 class StageCommunicator(P2PCommunicator):
-    """Megatron's communicator, restricted to the group of the pipeline's stages.
+    """Megatron's communicator, restricted to the group of the pipeline's stages, and without messages that announce shapes.
 
     Between two interleaved stages, Megatron sends in one direction over the default process group. An engine that ends by a fault aborts its
     own groups only, so that a rank would wait there for a peer that has failed.
+
+    With micro-batches of different lengths, Megatron sends the shape of each message ahead, and the host waits for it. Here all stages have
+    the same micro-batches, so that a stage knows the shapes of what it receives.
+
+    Args:
+        groups: process groups of the layout.
+        config: Megatron-Core's configuration.
     """
+
+    def __init__(self, groups: ProcessGroupCollection, config: TransformerConfig) -> None:
+        super().__init__(groups.pp, config)
+        self._split = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+        self._from_prev: Iterator[int] = iter(())
+        self._from_next: Iterator[int] = iter(())
+
+    def expect(self, lengths: Sequence[int]) -> None:
+        """Set the lengths of the micro-batches of a call, in tokens of the full stream."""
+        stage, last, chunks = self.pp_group.rank(), self.pp_group.size() - 1, self.virtual_pipeline_model_parallel_size
+        # Outputs and gradients pass the stages in the same order of micro-batches.
+        table = [(number, 0) for number in range(len(lengths))]
+        if chunks is not None:
+            table = get_schedule_table(len(lengths), chunks, self.config.microbatch_group_size_per_vp_stage)
+        # The ends of an interleaved pipeline also exchange: outputs of all chunks but the last, gradients of all but the first. The table
+        # of the backward counts chunks from the last one.
+        inner = [number for number, chunk in table if chunk < (chunks or 1) - 1]
+        every = [number for number, _ in table]
+        self._from_prev = iter([lengths[number] for number in (inner if stage == 0 else every)])
+        self._from_next = iter([lengths[number] for number in (inner if stage == last else every)])
+
+    def _communicate_shapes(  # type: ignore[override]
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return the shapes to receive from the previous and the next stage, in place of Megatron's exchange."""
+        return self._shape(self._from_prev, recv_prev), self._shape(self._from_next, recv_next)
+
+    def _shape(self, lengths: Iterator[int], receives: bool) -> list[int]:
+        return [next(lengths) // self._split, 1, self.config.hidden_size] if receives else [0, 0, 0]
 
     # The same code, with another function under the name that it calls.
     _communicate = FunctionType(
@@ -95,7 +132,7 @@ class MegatronSchedule(Schedule):
         self._groups = groups
         self._stages, self._virtual = groups.pp.size(), config.virtual_pipeline_model_parallel_size
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
-        self._p2p = StageCommunicator(groups.pp, config) if self._stages > 1 else None
+        self._p2p = StageCommunicator(groups, config) if self._stages > 1 else None
         self._config = config
         # Token dispatchers keep references to the last graph, see _release_graph.
         modules = [module for chunk in chunks for module in chunk.modules()]
@@ -125,6 +162,8 @@ class MegatronSchedule(Schedule):
 
     def run(self, mbs: MicroBatchList, forward: ForwardFn, process: ProcessFn, *, forward_only: bool) -> dict[int, Any]:
         results: dict[int, Any] = {}
+        if self._p2p is not None:
+            self._p2p.expect([mb.padded_length for mb in mbs])
 
         def forward_step(stream: Iterator[MicroBatch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
             mb = next(stream)

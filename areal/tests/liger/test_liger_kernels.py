@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-missing = [package for package in ("triton", "liger_kernel") if find_spec(package) is None]
-if missing:
-    pytest.skip(f"{missing[0]} is not installed: make test-liger", allow_module_level=True)
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed: make test-liger", allow_module_level=True)
+if find_spec("liger_kernel") is None:
+    pytest.skip("liger-kernel is not installed: make test-liger", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton's interpreter is off: TRITON_INTERPRET=1, or make test-liger", allow_module_level=True)
 

@@ -41,6 +41,7 @@ from areal.tests.mutants.planting import MUTANTS, plant
 
 if find_spec("megatron") is not None:
     import areal.tests.mutants.bugs.megatron  # after those that it repeats
+    import areal.tests.mutants.bugs.model.stages
 
 if find_spec("jax") is not None:
     import areal.tests.mutants.bugs.jax.model
