@@ -111,8 +111,8 @@ class FSDPConfig(BackendConfig):
             raise ValueError(
                 f"fsdp.compile_backend = {self.compile_backend!r} without fsdp.compile = True: set it, or leave the backend out"
             )
-        if self.layer_kernels != "torch" and (self.compile or config.dtype == "float64"):
-            other = "fsdp.compile = True" if self.compile else "dtype = 'float64'"
+        other = "fsdp.compile = True" if self.compile else "dtype = 'float64'" if config.dtype == "float64" else ""
+        if self.layer_kernels != "torch" and other:
             raise ValueError(f"fsdp.layer_kernels = {self.layer_kernels!r} with {other}: leave one of the two out")
         if self.checkpointed_share != 1.0 and config.activation_checkpointing == "none":
             raise ValueError(
@@ -151,8 +151,9 @@ class MegatronConfig(BackendConfig):
         default=True,
         description="Shard optimizer state over data-parallel ranks. float64 and SGD always use the plain optimizer.",
     )
-    overlap_grad_reduce: bool = Field(
-        default=False, description="Reduce gradients during the last backward of `train_batch`."
+    overlap_grad_reduce: bool | None = Field(
+        default=None,
+        description="Reduce gradients during the last backward of `train_batch`; None does with `d` or `c` above 1.",
     )
     overlap_param_gather: bool = Field(
         default=False,
@@ -173,9 +174,14 @@ class MegatronConfig(BackendConfig):
             )
         return self
 
+    def overlaps_reduction(self, config: TrainEngineConfig) -> bool:
+        """Return whether gradients are reduced during the last backward of ``train_batch``."""
+        default = config.lora is None and config.optimizer is not None and config.dims.dp * config.dims.cp > 1
+        return default if self.overlap_grad_reduce is None else self.overlap_grad_reduce
+
     def check_combination(self, config: TrainEngineConfig) -> None:
         """Refuse options without effect, and options that exclude each other."""
-        if self.bucket_size is not None and not self.overlap_grad_reduce:
+        if self.bucket_size is not None and config.lora is None and not self.overlaps_reduction(config):
             raise ValueError(
                 f"megatron.bucket_size = {self.bucket_size} without megatron.overlap_grad_reduce = True: gradients are reduced in one "
                 "bucket; set it, or leave the size out"

@@ -53,6 +53,23 @@ def _start(
     return works
 
 
+def micro_batches_of_messages(
+    table: Sequence[tuple[int, int]], stage: int, stages: int, chunks: int
+) -> tuple[list[int], list[int]]:
+    """Return the micro-batches whose outputs a stage receives from the previous stage, and gradients from the next, in order.
+
+    The first stage receives from the last one the outputs of all chunks but the last, and the last stage from the first one the gradients of
+    all chunks but the first.
+
+    Args:
+        table: ``(micro-batch, chunk)`` in the order of forwards. Backwards have the same order, with chunks counted from the last one.
+        stage, stages: number of the stage, and of stages.
+        chunks: chunks of each stage.
+    """
+    every, inner = [mb for mb, _ in table], [mb for mb, chunk in table if chunk < chunks - 1]
+    return (every if stage > 0 else inner), (every if stage < stages - 1 else inner)
+
+
 class StageCommunicator(P2PCommunicator):
     """Megatron's communicator, restricted to the group of the pipeline's stages, and without messages that announce shapes.
 
@@ -75,17 +92,13 @@ class StageCommunicator(P2PCommunicator):
 
     def expect(self, lengths: Sequence[int]) -> None:
         """Set the lengths of the micro-batches of a call, in tokens of the full stream."""
-        stage, last, chunks = self.pp_group.rank(), self.pp_group.size() - 1, self.virtual_pipeline_model_parallel_size
-        # Outputs and gradients pass the stages in the same order of micro-batches.
-        table = [(number, 0) for number in range(len(lengths))]
-        if chunks is not None:
-            table = get_schedule_table(len(lengths), chunks, self.config.microbatch_group_size_per_vp_stage)
-        # The ends of an interleaved pipeline also exchange: outputs of all chunks but the last, gradients of all but the first. The table
-        # of the backward counts chunks from the last one.
-        inner = [number for number, chunk in table if chunk < (chunks or 1) - 1]
-        every = [number for number, _ in table]
-        self._from_prev = iter([lengths[number] for number in (inner if stage == 0 else every)])
-        self._from_next = iter([lengths[number] for number in (inner if stage == last else every)])
+        chunks = self.virtual_pipeline_model_parallel_size or 1
+        # Without chunks, micro-batches in their order.
+        group = self.config.microbatch_group_size_per_vp_stage if chunks > 1 else len(lengths)
+        table = get_schedule_table(len(lengths), chunks, group)
+        from_prev, from_next = micro_batches_of_messages(table, self.pp_group.rank(), self.pp_group.size(), chunks)
+        self._from_prev = iter([lengths[mb] for mb in from_prev])
+        self._from_next = iter([lengths[mb] for mb in from_next])
 
     def _communicate_shapes(  # type: ignore[override]
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool

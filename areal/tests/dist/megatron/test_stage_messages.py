@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
 
 from areal.api import ParallelDims, TrainEngine
+from areal.engine.megatron.schedule import micro_batches_of_messages
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import global_batch, local_batch, loss, started
 from areal.tests.harness.world import world
@@ -77,3 +79,13 @@ def test_stages_exchange_no_shapes_and_the_host_does_not_wait(backend: str) -> N
     messages = [x.shape[0] * dims.cp * dims.tp for x in tensors if x.dim() == 3]
     assert sorted(messages) == sorted(lengths * links)
     assert not [x for x in tensors if x.shape == (3,) and x.dtype == torch.int64]
+
+
+def test_ends_of_an_interleaved_pipeline_exchange_all_chunks_but_one() -> None:
+    in_order = [(0, 0), (1, 0), (2, 0)]
+    assert micro_batches_of_messages(in_order, 0, 2, 1) == ([], [0, 1, 2])
+    assert micro_batches_of_messages(in_order, 1, 2, 1) == ([0, 1, 2], [])
+    table, every = get_schedule_table(4, 2, 2), [0, 1, 0, 1, 2, 3, 2, 3]
+    assert micro_batches_of_messages(table, 0, 2, 2) == ([0, 1, 2, 3], every)
+    assert micro_batches_of_messages(table, 1, 2, 2) == (every, [0, 1, 2, 3])
+    assert micro_batches_of_messages(table, 1, 3, 2) == (every, every)

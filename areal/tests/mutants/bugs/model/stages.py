@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from areal.tests.mutants.planting import Function, mutant
@@ -18,18 +15,25 @@ def shapes_are_sent_ahead(right: Function) -> Function:
     return P2PCommunicator._communicate_shapes
 
 
-@mutant("areal.engine.megatron.schedule:StageCommunicator.expect", f"{MESSAGES}[megatron:p2v2]")
-def interleaved_stages_expect_micro_batches_in_order(right: Function) -> Function:
-    """Each chunk gets all micro-batches before the next one does."""
-
-    def wrong(self: Any, lengths: Sequence[int]) -> None:
-        chunks = self.virtual_pipeline_model_parallel_size or 1
-        self._from_prev, self._from_next = iter([*lengths] * chunks), iter([*lengths] * chunks)
-
-    return wrong
+@mutant(
+    "areal.engine.megatron.schedule:micro_batches_of_messages",
+    "dist/megatron/test_stage_messages.py::test_ends_of_an_interleaved_pipeline_exchange_all_chunks_but_one",
+)
+def ends_of_a_pipeline_expect_no_messages(right: Function) -> Function:
+    """The ends of an interleaved pipeline expect messages as if it had no chunks."""
+    return lambda table, stage, stages, chunks: right(table, stage, stages, 1)
 
 
 @mutant("areal.engine.megatron.model.config:_parallel", f"{MESSAGES}[megatron:p2]")
 def host_waits_for_each_message(right: Function) -> Function:
     """The host waits for the device after each message."""
     return lambda *args: {**right(*args), "batch_p2p_sync": True}
+
+
+@mutant(
+    "areal.api.config:MegatronConfig.overlaps_reduction",
+    "dist/megatron/test_megatron.py::test_reduction_starts_in_the_backward_of_replicas[w2-d2]",
+)
+def reductions_wait_for_the_step(right: Function) -> Function:
+    """Gradients are reduced at the step, unless an option asks for it in the backward."""
+    return lambda self, config: bool(self.overlap_grad_reduce)
