@@ -153,7 +153,7 @@ class MegatronConfig(BackendConfig):
     )
     overlap_grad_reduce: bool | None = Field(
         default=None,
-        description="Reduce gradients during the last backward of `train_batch`; None does with `d` or `c` above 1.",
+        description="Reduce gradients in the last backward of `train_batch`; None does so with `d` or `c`.",
     )
     overlap_param_gather: bool = Field(
         default=False,
