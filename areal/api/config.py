@@ -152,8 +152,7 @@ class MegatronConfig(BackendConfig):
         description="Shard optimizer state over data-parallel ranks. float64 and SGD always use the plain optimizer.",
     )
     overlap_grad_reduce: bool | None = Field(
-        default=None,
-        description="Reduce gradients in the last backward of `train_batch`; None does so with `d` or `c`.",
+        default=None, description="Reduce gradients in the last backward of `train_batch`; None: with `d` or `c`."
     )
     overlap_param_gather: bool = Field(
         default=False,

@@ -24,7 +24,7 @@ def liger_functions(model_type: str, device: torch.device) -> LayerFunctions:
         device: device of the model.
 
     Raises:
-        ValueError: the package is not installed, the device has no CUDA, or no layer of the model type is a known formula.
+        ValueError: the package is not installed, the device is not CUDA, or the layers of the model type are not supported.
     """
     option = "fsdp.layer_kernels = 'liger'"
     if model_type not in FUSED:

@@ -20,7 +20,7 @@ def shapes_are_sent_ahead(right: Function) -> Function:
     "dist/megatron/test_stage_messages.py::test_ends_of_an_interleaved_pipeline_exchange_all_chunks_but_one",
 )
 def ends_of_a_pipeline_expect_no_messages(right: Function) -> Function:
-    """The ends of an interleaved pipeline expect messages as if it had no chunks."""
+    """The ends of an interleaved pipeline expect the messages of a pipeline without chunks."""
     return lambda table, stage, stages, chunks: right(table, stage, stages, 1)
 
 
