@@ -35,7 +35,7 @@ def liger_functions(model_type: str, device: torch.device) -> LayerFunctions:
     if device.type != "cuda":
         raise ValueError(f"{option} on device {device.type!r}: Liger's kernels need CUDA; set 'torch'")
     try:
-        # Imported only if it is used: the import compiles, and takes seconds.
+        # Imported only if it is used: it loads Triton, which takes seconds.
         ops = importlib.import_module("liger_kernel.ops")
     except ImportError as error:
         raise ValueError(
