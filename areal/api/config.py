@@ -89,6 +89,10 @@ class FSDPConfig(BackendConfig):
     text_only: bool = Field(
         default=False, description="Accept a model that also takes images, videos or sound, and train it on text alone."
     )
+    layer_kernels: Literal["torch", "liger"] = Field(
+        default="torch",
+        description="Kernels of norms, SwiGLU and rotary embeddings: torch's, or Liger's, which need CUDA and the extra `liger`.",
+    )
     compile: bool = Field(
         default=False, description="Compile each layer with torch.compile, once for micro-batches of every length."
     )
@@ -107,6 +111,9 @@ class FSDPConfig(BackendConfig):
             raise ValueError(
                 f"fsdp.compile_backend = {self.compile_backend!r} without fsdp.compile = True: set it, or leave the backend out"
             )
+        other = "fsdp.compile = True" if self.compile else "dtype = 'float64'" if config.dtype == "float64" else ""
+        if self.layer_kernels != "torch" and other:
+            raise ValueError(f"fsdp.layer_kernels = {self.layer_kernels!r} with {other}: leave one of the two out")
         if self.checkpointed_share != 1.0 and config.activation_checkpointing == "none":
             raise ValueError(
                 f"fsdp.checkpointed_share = {self.checkpointed_share} with activation_checkpointing = 'none': choose 'full' or "
@@ -144,8 +151,8 @@ class MegatronConfig(BackendConfig):
         default=True,
         description="Shard optimizer state over data-parallel ranks. float64 and SGD always use the plain optimizer.",
     )
-    overlap_grad_reduce: bool = Field(
-        default=False, description="Reduce gradients during the last backward of `train_batch`."
+    overlap_grad_reduce: bool | None = Field(
+        default=None, description="Reduce gradients in the last backward of `train_batch`; None: with `d` or `c`."
     )
     overlap_param_gather: bool = Field(
         default=False,
@@ -166,9 +173,14 @@ class MegatronConfig(BackendConfig):
             )
         return self
 
+    def overlaps_reduction(self, config: TrainEngineConfig) -> bool:
+        """Return whether gradients are reduced during the last backward of ``train_batch``."""
+        default = config.lora is None and config.optimizer is not None and config.dims.dp * config.dims.cp > 1
+        return default if self.overlap_grad_reduce is None else self.overlap_grad_reduce
+
     def check_combination(self, config: TrainEngineConfig) -> None:
         """Refuse options without effect, and options that exclude each other."""
-        if self.bucket_size is not None and not self.overlap_grad_reduce:
+        if self.bucket_size is not None and config.lora is None and not self.overlaps_reduction(config):
             raise ValueError(
                 f"megatron.bucket_size = {self.bucket_size} without megatron.overlap_grad_reduce = True: gradients are reduced in one "
                 "bucket; set it, or leave the size out"

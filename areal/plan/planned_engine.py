@@ -30,8 +30,11 @@ class PlannedEngine(FSDPEngine):
     """
 
     def __init__(self, config: TrainEngineConfig, memory: int) -> None:
-        if config.fsdp.compile:
-            raise ValueError("fsdp.compile = True: a plan does not support it; leave it out to plan the rest")
+        # Liger's kernels need CUDA: the engine would refuse them on the meta device.
+        liger = None if config.fsdp.layer_kernels == "torch" else config.fsdp.layer_kernels
+        for name, value in (("fsdp.compile", config.fsdp.compile), ("fsdp.layer_kernels", liger)):
+            if value:
+                raise ValueError(f"{name} = {value!r}: a plan does not support it; leave it out to plan the rest")
         super().__init__(config)
         self._memory = memory
         self._adapter: Adapter | None = None

@@ -37,8 +37,9 @@ from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
-from areal.engine.model.fused_layers import fuse_layers, replace_linears
+from areal.engine.model.fused_layers import LayerFunctions, fuse_layers, fused_kinds, replace_linears
 from areal.engine.model.hub import max_positions, read_config
+from areal.engine.model.liger import liger_functions
 from areal.engine.model.media import check_media, media_tokens
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
 from areal.engine.moe.routing import ExpertRouting
@@ -86,6 +87,7 @@ class FSDPEngine(BaseTrainEngine):
         check_sharing(config.mb_spec, possible=not self._rows)
         check_plan(hf_config, self.dims, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)
+        functions = liger_functions(hf_config.model_type, self.device) if config.fsdp.layer_kernels == "liger" else None
         # Meshes, released after the model.
         param_mesh = build_param_mesh(self.dims, self.device.type, self._groups)
         self._closers.append(functools.partial(self._release, param_mesh))
@@ -93,7 +95,7 @@ class FSDPEngine(BaseTrainEngine):
         if expert_mesh is not None:
             self._closers.append(functools.partial(release_groups, expert_mesh))
         # The sharded model with its weights, and all that works on its shards.
-        chunks = self._build_chunks(hf_config, param_mesh, expert_mesh)
+        chunks = self._build_chunks(hf_config, param_mesh, expert_mesh, functions)
         cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
         optimizer = self._build_optimizer(chunks, spec)
         memory = ShardedOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
@@ -186,9 +188,11 @@ class FSDPEngine(BaseTrainEngine):
             checkpointing = f"{checkpointing}, {fsdp.checkpointed_share:.0%} of the layers"
         if checkpointing.startswith("selective") and fsdp.compile:
             checkpointing += ", in compiled graphs"
+        kinds = "" if fsdp.compile else fused_kinds(chunks.full_model.hf.config.model_type)
         return {
             "sharding": sharding,
             "attention kernel": attention,
+            "fused layers": f"{kinds} by {fsdp.layer_kernels}" if kinds else "none",
             "activation checkpointing": checkpointing,
             "compile": f"each layer, backend {fsdp.compile_backend}" if fsdp.compile else "off",
         }
@@ -210,7 +214,11 @@ class FSDPEngine(BaseTrainEngine):
         )
 
     def _build_chunks(
-        self, hf_config: PretrainedConfig, param_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+        self,
+        hf_config: PretrainedConfig,
+        param_mesh: DeviceMesh,
+        expert_mesh: DeviceMesh | None,
+        functions: LayerFunctions | None,
     ) -> ModelChunks:
         """Build the sharded model of this rank with its weights: one chunk for each of its pipeline stages."""
         config = self.config
@@ -233,7 +241,7 @@ class FSDPEngine(BaseTrainEngine):
         # Otherwise layers run as few operations. A pipeline stage has its own copies of modules, so that the cut comes first.
         else:
             for chunk in chunks:
-                fuse_layers(chunk.hf, hf_config.model_type)
+                fuse_layers(chunk.hf, hf_config.model_type, functions)
                 if self.device.type == "cpu":
                     replace_linears(chunk)
         # Distribute each chunk. Routers are numbered over the full model.

@@ -6,7 +6,7 @@ Pipeline stages communicate within the process groups of the engine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -52,12 +53,61 @@ def _start(
     return works
 
 
+def micro_batches_of_messages(
+    table: Sequence[tuple[int, int]], stage: int, stages: int, chunks: int
+) -> tuple[list[int], list[int]]:
+    """Return the micro-batches whose outputs a stage receives from the previous stage, and gradients from the next, in order.
+
+    The first stage receives from the last one the outputs of all chunks but the last, and the last stage from the first one the gradients of
+    all chunks but the first.
+
+    Args:
+        table: ``(micro-batch, chunk)`` in the order of forwards. Backwards have the same order, with chunks counted from the last one.
+        stage, stages: number of the stage, and of stages.
+        chunks: chunks of each stage.
+    """
+    every, inner = [mb for mb, _ in table], [mb for mb, chunk in table if chunk < chunks - 1]
+    return (every if stage > 0 else inner), (every if stage < stages - 1 else inner)
+
+
 class StageCommunicator(P2PCommunicator):
-    """Megatron's communicator, restricted to the group of the pipeline's stages.
+    """Megatron's communicator, restricted to the group of the pipeline's stages, and without messages that announce shapes.
 
     Between two interleaved stages, Megatron sends in one direction over the default process group. An engine that ends by a fault aborts its
     own groups only, so that a rank would wait there for a peer that has failed.
+
+    With micro-batches of different lengths, Megatron sends the shape of each message ahead, and the host waits for it. Here all stages have
+    the same micro-batches, so that a stage knows the shapes of what it receives.
+
+    Args:
+        groups: process groups of the layout.
+        config: Megatron-Core's configuration.
     """
+
+    def __init__(self, groups: ProcessGroupCollection, config: TransformerConfig) -> None:
+        super().__init__(groups.pp, config)
+        self._split = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+        self._from_prev: Iterator[int] = iter(())
+        self._from_next: Iterator[int] = iter(())
+
+    def expect(self, lengths: Sequence[int]) -> None:
+        """Set the lengths of the micro-batches of a call, in tokens of the full stream."""
+        chunks = self.virtual_pipeline_model_parallel_size or 1
+        # Without chunks, micro-batches in their order.
+        group = self.config.microbatch_group_size_per_vp_stage if chunks > 1 else len(lengths)
+        table = get_schedule_table(len(lengths), chunks, group)
+        from_prev, from_next = micro_batches_of_messages(table, self.pp_group.rank(), self.pp_group.size(), chunks)
+        self._from_prev = iter([lengths[mb] for mb in from_prev])
+        self._from_next = iter([lengths[mb] for mb in from_next])
+
+    def _communicate_shapes(  # type: ignore[override]
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return the shapes to receive from the previous and the next stage, in place of Megatron's exchange."""
+        return self._shape(self._from_prev, recv_prev), self._shape(self._from_next, recv_next)
+
+    def _shape(self, lengths: Iterator[int], receives: bool) -> list[int]:
+        return [next(lengths) // self._split, 1, self.config.hidden_size] if receives else [0, 0, 0]
 
     # The same code, with another function under the name that it calls.
     _communicate = FunctionType(
@@ -95,7 +145,7 @@ class MegatronSchedule(Schedule):
         self._groups = groups
         self._stages, self._virtual = groups.pp.size(), config.virtual_pipeline_model_parallel_size
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
-        self._p2p = StageCommunicator(groups.pp, config) if self._stages > 1 else None
+        self._p2p = StageCommunicator(groups, config) if self._stages > 1 else None
         self._config = config
         # Token dispatchers keep references to the last graph, see _release_graph.
         modules = [module for chunk in chunks for module in chunk.modules()]
@@ -125,6 +175,8 @@ class MegatronSchedule(Schedule):
 
     def run(self, mbs: MicroBatchList, forward: ForwardFn, process: ProcessFn, *, forward_only: bool) -> dict[int, Any]:
         results: dict[int, Any] = {}
+        if self._p2p is not None:
+            self._p2p.expect([mb.padded_length for mb in mbs])
 
         def forward_step(stream: Iterator[MicroBatch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
             mb = next(stream)

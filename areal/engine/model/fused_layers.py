@@ -6,7 +6,7 @@ They save their inputs only, and take fewer operations.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,12 +230,34 @@ FUSED: Mapping[str, FusedLayers] = {
 """Fused layers by model type. Each is compared with transformers' own modules by the tests."""
 
 
-def fuse_layers(model: nn.Module, model_type: str) -> int:
+def fused_kinds(model_type: str) -> str:
+    """Return the kinds of layers of a model type that are fused, for a log."""
+    if model_type not in FUSED:
+        return ""
+    fused = FUSED[model_type]
+    return ", ".join(
+        name
+        for name, kind in (("RMSNorm", fused.norm), ("SwiGLU", fused.mlp), ("rotary embedding", fused.attention))
+        if kind
+    )
+
+
+@dataclass(frozen=True)
+class LayerFunctions:
+    """Functions of fused layers, with the signatures of this module's."""
+
+    rms_norm: Callable[..., Tensor]
+    silu_product: Callable[[Tensor, Tensor], Tensor]
+    apply_rotary_pos_emb: Callable[..., tuple[Tensor, Tensor]]
+
+
+def fuse_layers(model: nn.Module, model_type: str, functions: LayerFunctions | None = None) -> int:
     """Replace the forward of layers of a model, in place. Parameters, buffers and classes stay.
 
     Args:
         model: model of transformers, or some of its layers.
         model_type: model type of its configuration. Types that :data:`FUSED` lacks are left as they are.
+        functions: functions that the layers call; ``None`` for those of this module.
 
     Returns:
         Number of replaced forwards.
@@ -243,16 +265,17 @@ def fuse_layers(model: nn.Module, model_type: str) -> int:
     fused = FUSED.get(model_type)
     if fused is None:
         return 0
+    functions = functions or LayerFunctions(rms_norm, silu_product, apply_rotary_pos_emb)
     replaced = 0
     for module in model.modules():
         name = type(module).__name__
         forward: Any = None
         if name == fused.norm:
-            forward = _norm_forward(fused)
+            forward = _norm_forward(fused, functions.rms_norm)
         elif name == fused.mlp and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
-            forward = _gated_forward
+            forward = _gated_forward(functions.silu_product)
         elif name == fused.attention and _ROTATION in type(module).forward.__code__.co_names:
-            forward = _with_rotation(type(module).forward)
+            forward = _with_rotation(type(module).forward, functions.apply_rotary_pos_emb)
         if forward is not None:
             # A bound method: a copy of the model gets a method of the copied module.
             module.forward = types.MethodType(forward, module)
@@ -271,27 +294,30 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
     return linear_product(x, self.weight, self.bias)
 
 
-def _norm_forward(fused: FusedLayers) -> Any:
+def _norm_forward(fused: FusedLayers, norm: Callable[..., Tensor]) -> Any:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype not in FUSED_NORM_DTYPES:
             own: Tensor = type(self).forward(self, hidden_states)
             return own
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        return rms_norm(hidden_states, self.weight, eps, wide_weight=fused.wide_weight, offset=fused.offset)
+        return norm(hidden_states, self.weight, eps, wide_weight=fused.wide_weight, offset=fused.offset)
 
     return forward
 
 
-def _gated_forward(self: Any, x: Tensor) -> Tensor:
-    out: Tensor = self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
-    return out
+def _gated_forward(product: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(product(self.gate_proj(x), self.up_proj(x)))
+        return out
+
+    return forward
 
 
-def _with_rotation(function: Any) -> Any:
-    """Return a copy of an attention's forward that finds this package's rotation under the name it calls."""
+def _with_rotation(function: Any, rotation: Any) -> Any:
+    """Return a copy of an attention's forward that finds another rotation under the name it calls."""
     return types.FunctionType(
         function.__code__,
-        {**function.__globals__, _ROTATION: apply_rotary_pos_emb},
+        {**function.__globals__, _ROTATION: rotation},
         function.__name__,
         function.__defaults__,
         function.__closure__,

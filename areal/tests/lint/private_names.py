@@ -119,7 +119,7 @@ OTHER_NAMES = {
     *("_attn_implementation", "_init_weights", "_is_hf_initialized"),
     *("_keys_to_ignore_on_load_unexpected", "_no_split_modules"),
     *("_GLOBAL_MEMORY_BUFFER", "_set_global_memory_buffer", "_get_model_param_range_map"),
-    "_communicate",
+    *("_communicate", "_communicate_shapes"),
     *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
     *("_getframe", "_current_frames", "_fields"),
 }

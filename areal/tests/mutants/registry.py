@@ -41,6 +41,7 @@ from areal.tests.mutants.planting import MUTANTS, plant
 
 if find_spec("megatron") is not None:
     import areal.tests.mutants.bugs.megatron  # after those that it repeats
+    import areal.tests.mutants.bugs.model.stages
 
 if find_spec("jax") is not None:
     import areal.tests.mutants.bugs.jax.model
@@ -51,6 +52,7 @@ if find_spec("jax") is not None:
 # After Megatron's, which would repeat them.
 import areal.tests.mutants.bugs.gpu
 import areal.tests.mutants.bugs.kernels.onednn
+import areal.tests.mutants.bugs.model.liger
 import areal.tests.mutants.bugs.model.memory
 import areal.tests.mutants.bugs.model.plan
 import areal.tests.mutants.bugs.model.plan_engines  # noqa: F401

@@ -201,12 +201,15 @@ def _parallel(dims: ParallelDims, config: TrainEngineConfig) -> dict[str, Any]:
         "sequence_parallel": sequence_parallel(dims, config),
         "num_layers_in_first_pipeline_stage": config.megatron.first_stage_layers,
         "num_layers_in_last_pipeline_stage": config.megatron.last_stage_layers,
+        # Shapes of messages are known without an exchange (StageCommunicator).
         "variable_seq_lengths": True,
         # Gradients are sums: neither the schedule nor the reduction divides anything.
         "calculate_per_token_loss": True,
         # Interleaving over two stages with batched sends gives wrong gradients without an error.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        # Waiting for a message orders the streams. Megatron-Core would also block the host, for a bug of old releases of torch.
+        "batch_p2p_sync": False,
         # Gloo may still read a freed output.
         "deallocate_pipeline_outputs": on_gpu,
         **(recompute if config.activation_checkpointing == "full" else {}),
@@ -243,8 +246,7 @@ def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _mixture_of_experts(hf: PretrainedConfig, *, local: bool) -> dict[str, Any]:
-    # Only this dispatcher exchanges the shapes of pipeline messages, and Megatron-Core checks it for dense models,
-    # too.
+    # Only this dispatcher supports messages of different shapes between stages, and Megatron-Core checks it for dense models, too.
     fields: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if hf.model_type not in MOE:
         return fields

@@ -51,7 +51,7 @@ def counted_reductions() -> Iterator[list[int]]:
 
 
 @pytest.mark.world(2, 4)
-@pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["plain", "overlap"])
+@pytest.mark.parametrize("overlap", [{"overlap_grad_reduce": False}, OVERLAP], ids=["plain", "overlap"])
 def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world_size: int) -> None:
     backend = {2: "megatron:d2", 4: "megatron:d2p2"}[world_size]
     with start_cell(cell(backend, **overlap)) as run, counted_reductions() as count:
@@ -61,7 +61,7 @@ def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world
         buckets = sum(
             len(chunk.bucket_groups) + len(chunk.expert_parallel_bucket_groups) for chunk in engine._components.model
         )
-        assert buckets > 1 if overlap and world_size == 2 else buckets >= 1
+        assert buckets > 1 if overlap is OVERLAP and world_size == 2 else buckets >= 1
         for _ in range(3):  # from the second round the parameters to wait for are known
             for _ in range(3):
                 engine.forward_backward(batch, *call, loss_weight=1 / 3)
@@ -75,8 +75,21 @@ def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world
 
 
 @pytest.mark.world(2)
-def test_overlapped_reduction_starts_in_backward(world_size: int) -> None:
-    with start_cell(cell("megatron:d2", **OVERLAP)) as run, counted_reductions() as count:
+@pytest.mark.parametrize(
+    ("backend", "options", "starts"),
+    [
+        ("megatron:d2", {}, True),
+        ("megatron:c2", {}, True),
+        ("megatron:t2", {}, False),
+        ("megatron:d2", OVERLAP, True),
+        ("megatron:d2", {"overlap_grad_reduce": False}, False),
+    ],
+    ids=["d2", "c2", "t2", "d2-overlap", "d2-off"],
+)
+def test_reduction_starts_in_the_backward_of_replicas(
+    backend: str, options: dict[str, Any], starts: bool, world_size: int
+) -> None:
+    with start_cell(cell(backend, **options)) as run, counted_reductions() as count:
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         run.engine.train_batch(run.batch(), *call)
         seen = []
@@ -84,8 +97,8 @@ def test_overlapped_reduction_starts_in_backward(world_size: int) -> None:
         run.engine._gradients.finalize = lambda: (seen.append(count[0]), finalize())
         count[0] = 0
         run.engine.train_batch(run.batch(), *call)
-        assert seen[0] > 0, "nothing was reduced before the step"
-        assert count[0] == seen[0], "the rest was reduced at the step"
+        assert (seen[0] > 0) == starts, "reduced before the step"
+        assert count[0] == seen[0] or not starts, "the rest was reduced at the step"
 
 
 @pytest.mark.world(2)

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
@@ -29,33 +29,7 @@ from areal.engine.model.forward_plan import TESTED_FAMILIES
 from areal.engine.model.fused_layers import FUSED, apply_rotary_pos_emb, fuse_layers, rms_norm, silu_product
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import FAMILIES, tiny_model
-
-_GPT_OSS: dict[str, Any] = {
-    **{"vocab_size": 112, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 4},
-    **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "pad_token_id": 2},
-}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    **{name: make for name, make in FAMILIES.items() if name in FUSED},
-    "gpt_oss": lambda: GptOssConfig(**_GPT_OSS),
-}
-REPLACED = {
-    "deepseek_v3": 2 * 4 + 1 + 2,  # norms of a layer and of the latents, the last norm, a dense MLP and shared experts
-    "gemma3_text": 3 * (6 + 1) + 1,
-    "gpt_oss": 2 * 2 + 1,
-    "llama": 2 * (2 + 1 + 1) + 1,
-    "qwen2": 2 * (2 + 1 + 1) + 1,
-    "qwen3": 2 * (4 + 1 + 1) + 1,
-    "qwen3_moe": 2 * (4 + 1) + 1,
-}
-"""Number of forwards that are replaced in each tiny model."""
-
-
-def results(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Return the logits of a model, and the gradients of all its parameters for a weighted sum of them."""
-    logits = model(input_ids=ids, use_cache=False).logits
-    (logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits).sin()).sum().backward()
-    return {"logits": logits, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+from areal.tests.unit.engine.layers.fused_models import CONFIGS, REPLACED, results
 
 
 def test_every_tested_family_has_fused_layers() -> None:

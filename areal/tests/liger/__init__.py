@@ -1,0 +1,1 @@
+"""Kernels of Liger-Kernel, computed by Triton's interpreter on a CPU: ``make test-liger``."""
