@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import os
@@ -195,6 +196,8 @@ def main() -> None:
     if given.client_processes:
         owner = f"with {given.client_processes} processes"
         ways[owner] = functools.partial(through_rollout, processes=given.client_processes)
+    # A full garbage collection passes over all that was imported, which is the same for each client.
+    gc.freeze()
     with servers(given) as ports:
         rounds = [{name: way(ports, given) for name, way in ways.items()} for _ in range(given.rounds)]
     print(

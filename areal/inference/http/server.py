@@ -101,6 +101,7 @@ class Server:
         """Enter a state. A server of another owner stays taken."""
         if not isinstance(self.state, Taken):
             self.state = state
+            self.requests.open(isinstance(state, Serving))
 
     async def answers(self) -> bool:
         """Return whether the server can be reached and was examined."""
@@ -262,7 +263,7 @@ class Server:
             raise RuntimeError(f"{self.url}{call.route}: the reply cannot be: {error}") from error
         if self.requests.limit is not None:
             self.requests.limit.note(began, len(reply.tokens), len(self.requests))
-        if not all(map(math.isfinite, reply.logprobs)):
+        if not math.isfinite(sum(reply.logprobs)):
             raise self._not_finite(f"{self.url}{call.route}: {reply.logprobs}")
         if reply.labels is None:
             return (reply, [version] * len(reply.tokens)) if await self.recognise() else None
