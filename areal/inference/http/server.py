@@ -205,8 +205,7 @@ class Server:
         if self.version is None and not isinstance(self.state, Away):
             return  # counted once, however many replies show it
         self.routes = None
-        other = self._owner.other(found)
-        if other is not None:
+        if (other := self._owner.other(found)) is not None:
             self.enter(Taken(f"{self.url} belongs to another HTTPRollout now, in {other}"))
             return
         self.restarts += 1
@@ -240,9 +239,9 @@ class Server:
             if abort is not None:
                 with contextlib.suppress(RuntimeError, ValueError):
                     await asyncio.shield(self.connection.send(abort, 1.0))
-            if isinstance(error, ClientLost):
-                return None
-            raise
+            if not isinstance(error, ClientLost):
+                raise
+            return None
 
     async def _ask(
         self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, silence: float

@@ -37,7 +37,7 @@ class Introduce(NamedTuple):
     routes: bytes
 
 
-class Ask(NamedTuple):
+class SendRequest(NamedTuple):
     """A request for an answer; see :meth:`~areal.inference.http.server_connection.ServerConnection.generate`."""
 
     number: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import pickle
 import socket
 import subprocess
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from areal.inference.http.clients.channel import Answered, Ask, Cancel, Channel, Healthy, Introduce, Ready
+from areal.inference.http.clients.channel import Answered, Cancel, Channel, Healthy, Introduce, Ready, SendRequest
 from areal.inference.http.server_connection import ClientLost, ServerConnection, StatusError, Unavailable
 from areal.inference.http.servers.dialect import ReplyPart, Routes
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
@@ -22,6 +21,11 @@ from areal.inference.together import gather_or_cancel
 
 logger = logging.getLogger(__name__)
 
+_PROGRAM = """import sys
+sys.path[:] = {path!r}
+from areal.inference.http.clients.client_process import main
+main({descriptor})
+"""
 _START_SECONDS = 120.0
 """Maximum seconds until a client process has imported what it needs."""
 _END_SECONDS = 5.0
@@ -72,7 +76,7 @@ class ClientPool:
         await asyncio.gather(*(client.close() for client in self._clients))
 
 
-class Pending(NamedTuple):
+class Outstanding(NamedTuple):
     """A request that a process has: its reply, and what to call meanwhile."""
 
     reply: asyncio.Future[ReplyPart]
@@ -92,7 +96,7 @@ class ClientHandle:
         self._numbers = itertools.count()
         self._routes: dict[str, Routes] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, Outstanding] = {}
         self.lost = self._closed = False
 
     async def start(self) -> None:
@@ -101,9 +105,8 @@ class ClientHandle:
         with there:
             # Not forked: this process has threads.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "areal.inference.http.clients.client_process", str(there.fileno())],
+                [sys.executable, "-c", _PROGRAM.format(path=sys.path, descriptor=there.fileno())],
                 pass_fds=[there.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
             )
         self._channel = await Channel.over(here, self._take)
@@ -144,8 +147,8 @@ class ClientHandle:
             self._channel.send(Introduce(url, connection.headers, _pickled(routes)))
             self._routes[url] = routes
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
-        self.pending[number] = Pending(reply, on_connect, on_life)
-        self._channel.send(Ask(number, url, call, sampling, seconds))
+        self.pending[number] = Outstanding(reply, on_connect, on_life)
+        self._channel.send(SendRequest(number, url, call, sampling, seconds))
         try:
             return await reply
         except asyncio.CancelledError:

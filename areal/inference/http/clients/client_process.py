@@ -1,4 +1,4 @@
-"""A process that sends requests of the owner of servers, until the owner ends: ``python -m areal.inference.http.clients.client_process``."""
+"""A process that sends requests of the owner of servers, until the owner ends."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import pickle
 import signal
 import socket
-import sys
 
-from areal.inference.http.clients.channel import Answered, Ask, Cancel, Channel, Healthy, Introduce, Ready
+from areal.inference.http.clients.channel import Answered, Cancel, Channel, Healthy, Introduce, Ready, SendRequest
 from areal.inference.http.server_connection import ServerConnection, StatusError, Unavailable
 from areal.inference.http.servers.dialect import Routes
 
@@ -31,20 +30,20 @@ class Client:
         self._channel.send(Ready())
         await self._channel.ended
 
-    def _take(self, message: Introduce | Ask | Cancel) -> None:
+    def _take(self, message: Introduce | SendRequest | Cancel) -> None:
         match message:
             case Introduce(url, headers, routes):
                 self._connections.setdefault(url, ServerConnection(url, headers))
                 self._pickles[url] = routes
                 self._routes.pop(url, None)
-            case Ask(number):
+            case SendRequest(number):
                 self._running[number] = asyncio.create_task(self._answer(message))
             case Cancel(number):
                 # The connection closes, and the server aborts the request.
                 if number in self._running:
                     self._running[number].cancel()
 
-    async def _answer(self, ask: Ask) -> None:
+    async def _answer(self, ask: SendRequest) -> None:
         """Send a request, and send its reply or error to the owner."""
         connected = False
 
@@ -78,7 +77,8 @@ class Client:
         return self._routes[url]
 
 
-if __name__ == "__main__":
+def main(descriptor: int) -> None:
+    """Serve the owner at the other end of the socket with this descriptor, to its end."""
     # An interruption from the terminal is the owner's, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(Client().serve(socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.run(Client().serve(socket.socket(fileno=descriptor)))

@@ -13,9 +13,8 @@ from areal.inference import VLLM, HTTPRollout, Sampling
 from areal.inference.http.servers.dialect import Ask, Routes
 from areal.tests.harness.limits import wait_until
 from areal.tests.harness.servers.canned_server import CannedServer, canned_servers
-from areal.tests.harness.servers.rollout_http import PROMPT, Background, Process, run, weights
+from areal.tests.harness.servers.rollout_http import PROMPT, Background, Process, assert_true_versions, run, weights
 from areal.tests.unit.inference.http.conftest import Make
-from areal.tests.unit.inference.http.test_many_servers import assert_true_versions
 from areal.tests.unit.inference.local.rollouts import endless
 
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
