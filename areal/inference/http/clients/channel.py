@@ -103,8 +103,14 @@ class Channel(asyncio.Protocol):
         self._waiting.append(message)
 
     def _flush(self) -> None:
-        batch = pickle.dumps(self._waiting, pickle.HIGHEST_PROTOCOL)
-        self._waiting.clear()
+        try:
+            batch = pickle.dumps(self._waiting, pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            # Nobody may wait for these messages.
+            self.close()
+            raise
+        finally:
+            self._waiting.clear()
         if not self.ended.done():
             self._transport.write(len(batch).to_bytes(_HEAD_BYTES, "big") + batch)
 
