@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM = """import sys
 sys.path[:] = {path!r}
-from areal.inference.http.clients.client_process import main
-main({descriptor})
+from areal.inference.http.clients.client_process import serve_owner
+serve_owner({descriptor})
 """
 _START_SECONDS = 120.0
 """Maximum seconds until a client process has imported what it needs."""

@@ -77,7 +77,7 @@ class Client:
         return self._routes[url]
 
 
-def main(descriptor: int) -> None:
+def serve_owner(descriptor: int) -> None:
     """Serve the owner at the other end of the socket with this descriptor, to its end."""
     # An interruption from the terminal is the owner's, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -13,8 +13,8 @@ from torch import nn
 
 from areal.api import LoRAConfig, NamedTensor
 from areal.api.weights import stream_of
+from areal.tests.dist.parallel.collective_bytes import Traffic, streamed
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.collective_bytes import Traffic, streamed
 from areal.tests.harness.tiny import chosen, global_batch, local_batch, loss, same_bits, started, weights_of
 from areal.tests.harness.world import record, world
 from areal.utils.dtensor import gathered_dtype

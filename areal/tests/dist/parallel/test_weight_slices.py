@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from areal.tests.dist.parallel.collective_bytes import Traffic, streamed
 from areal.tests.grid.models import FAMILIES, model_dir, tiny_model
-from areal.tests.harness.collective_bytes import Traffic, streamed
 from areal.tests.harness.tiny import chosen, global_batch, local_batch, loss, same_bits, started, weights_of
 from areal.tests.harness.world import record, world
 from areal.weight_sync import ModuleSource, SliceReceiver, SliceTransport
