@@ -137,9 +137,10 @@ def test_lost_receiver_is_an_error_on_all_ranks(backend: str) -> None:
         transport = SliceTransport(engine.control, 3, cast=torch.bfloat16, timeout=5)
         here = receivers(transport, [replica(torch.bfloat16) for _ in range(3)])
         meta = transport.send(engine, 1)
-        assert meta.nbytes == 2 * sum(x.numel() for x in weights_of(engine).values())
+        expected = {name: x.bfloat16() for name, x in weights_of(engine).items()}
+        assert meta.nbytes == 2 * sum(x.numel() for x in expected.values())
         for each in here:
-            assert same_bits(each.weights(), {name: x.bfloat16() for name, x in weights_of(engine).items()})
+            assert same_bits(each.weights(), expected)
             each.receiver.close()
         del here
         with pytest.raises(RuntimeError, match=r"a receiver is lost"):
