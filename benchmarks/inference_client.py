@@ -1,6 +1,7 @@
 """CPU time and memory of the client of inference servers per request, on stand-in servers with canned replies: ``make bench-client``.
 
-The same requests are sent by a client of asyncio streams and ``json``, in turn. Processes of their own run the servers.
+The same requests are sent by a client of asyncio streams and ``json``, in turn, and with ``--client-processes`` by a client whose requests
+such processes send. Processes of their own run the servers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import gc
+import itertools
 import json
 import os
 import resource
@@ -83,10 +87,11 @@ class Streams:
 
 @dataclass
 class Cost:
-    """CPU seconds per request, and bytes of memory per request at once."""
+    """CPU seconds per request, bytes of memory per request at once, and CPU seconds of client processes per request."""
 
     seconds: float
     memory: float
+    processes: float = 0.0
 
 
 @contextlib.contextmanager
@@ -121,19 +126,35 @@ def through_streams(ports: Sequence[int], given: argparse.Namespace) -> Cost:
     return cost
 
 
-def through_rollout(ports: Sequence[int], given: argparse.Namespace) -> Cost:
-    """Return the costs of the client of this package."""
+def client_seconds() -> float:
+    """Return the CPU seconds of all client processes of this process."""
+    seconds = 0.0
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            folder = Path("/proc", child)
+            if "client_process" in (folder / "cmdline").read_text():
+                user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+                seconds += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+def through_rollout(ports: Sequence[int], given: argparse.Namespace, processes: int = 0) -> Cost:
+    """Return the costs of the client of this package, with a number of client processes."""
     with tempfile.TemporaryDirectory() as folder:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        with HTTPRollout(urls, VLLM(), folder=folder, max_requests=given.max_requests) as rollout:
+        with HTTPRollout(
+            urls, VLLM(), folder=folder, max_requests=given.max_requests, client_processes=processes
+        ) as rollout:
 
             async def ask(number: int) -> int:
                 sampling = Sampling(max_new_tokens=given.tokens, seed=number, stop_token_ids=())
                 return len((await rollout.generate(PROMPT, sampling)).tokens)
 
             asyncio.run(all_of(ask, len(ports), len(ports)))  # meets the servers
+            before = client_seconds()
             with measured(given) as cost:
                 asyncio.run(all_of(ask, given.requests, given.concurrent))
+            cost.processes = (client_seconds() - before) / given.requests
             return cost
 
 
@@ -166,11 +187,17 @@ def main() -> None:
     parser.add_argument("--max-requests", type=int, help="on one server at once")
     parser.add_argument("--seconds", type=float, default=0.2, help="time of an answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--client-processes", type=int, default=2, help="of the last row; 0 leaves it out")
     given = parser.parse_args()
     # Each connection is a file.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ways = {"asyncio streams": through_streams, "HTTPRollout": through_rollout}
+    if given.client_processes:
+        owner = f"with {given.client_processes} processes"
+        ways[owner] = functools.partial(through_rollout, processes=given.client_processes)
+    # A full garbage collection passes over all that was imported, which is the same for each client.
+    gc.freeze()
     with servers(given) as ports:
         rounds = [{name: way(ports, given) for name, way in ways.items()} for _ in range(given.rounds)]
     print(
@@ -179,10 +206,16 @@ def main() -> None:
     )
     for name in ways:
         seconds = statistics.median(each[name].seconds for each in rounds)
+        others = statistics.median(each[name].processes for each in rounds)
         # Later rounds use memory of the first one again.
-        print(f"{name:20}{1e3 * seconds:8.3f} ms of CPU, {rounds[0][name].memory / 1024:6.1f} KiB per request")
-    ratio = statistics.median(each["HTTPRollout"].seconds / each["asyncio streams"].seconds for each in rounds)
-    print(f"ratio {ratio:.2f}")
+        print(
+            f"{name:20}{1e3 * seconds:8.3f} ms of CPU, {rounds[0][name].memory / 1024:6.1f} KiB per request"
+            + (f", {1e3 * others:.3f} ms in the other processes" if others else "")
+        )
+    for name, base in itertools.pairwise(reversed(ways)):
+        print(
+            f"ratio {statistics.median(each[name].seconds / each[base].seconds for each in rounds):.2f}: {name} to {base}"
+        )
 
 
 if __name__ == "__main__":

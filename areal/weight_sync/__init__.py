@@ -2,6 +2,17 @@
 
 from areal.weight_sync.apply import ModuleSource, Replica, load_named
 from areal.weight_sync.disk import DiskReceiver, DiskTransport
+from areal.weight_sync.slice_receiver import SliceReceiver
+from areal.weight_sync.slice_transport import SliceTransport
 from areal.weight_sync.transport import DirectTransport
 
-__all__ = ["DirectTransport", "DiskReceiver", "DiskTransport", "ModuleSource", "Replica", "load_named"]
+__all__ = [
+    "DirectTransport",
+    "DiskReceiver",
+    "DiskTransport",
+    "ModuleSource",
+    "Replica",
+    "SliceReceiver",
+    "SliceTransport",
+    "load_named",
+]

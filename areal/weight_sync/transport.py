@@ -103,8 +103,8 @@ class Transport:
         # Step 1, prepare: fails before the expensive part.
         self._prepare(version, _kind(select), note)
         # Steps 2 and 3: after a failed transfer no receiver has changed, after a failed commit some may have.
-        outgoing = self._stream(source, version, select, note)
-        return self._commit(outgoing, version)
+        sent = self._stream(source, version, select, note)
+        return self._commit(sent, version)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -112,8 +112,10 @@ class Transport:
 
     def _stream(
         self, source: TensorSource, version: int, select: SelectName | None, note: str
-    ) -> OutgoingTensors | None:
-        def stream() -> OutgoingTensors | None:
+    ) -> WeightUpdateMeta | None:
+        """Send all tensors. Returns their description on a rank that sends."""
+
+        def stream() -> WeightUpdateMeta | None:
             tensors, outgoing = stream_of(source, self._cast), None
             if self._sender is not None:
                 outgoing = OutgoingTensors(tensors, version, select, self._cast)
@@ -125,13 +127,12 @@ class Transport:
                         _iterate_to_end(tensors)
                     raise
             _iterate_to_end(tensors)
-            return outgoing
+            return None if outgoing is None else outgoing.meta
 
         return self._attempt(stream, note)
 
-    def _commit(self, outgoing: OutgoingTensors | None, version: int) -> WeightUpdateMeta:
+    def _commit(self, meta: WeightUpdateMeta | None, version: int) -> WeightUpdateMeta:
         def commit() -> WeightUpdateMeta | None:
-            meta = None if outgoing is None else outgoing.meta
             if self._sender is not None and meta is not None:
                 self._sender.commit(meta)
             return meta

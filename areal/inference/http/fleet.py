@@ -138,7 +138,7 @@ class Fleet:
 
     def _ready(self) -> list[Server]:
         """Return the servers that can take another request."""
-        return [each for each in self.servers if each.requests.room > 0 and isinstance(each.state, Serving)]
+        return [each for each in self.servers if each.requests.room]
 
     def report(self, server: Server) -> None:
         """Note that a server could not be reached, or was started anew. It gets no requests until it has the current weights."""

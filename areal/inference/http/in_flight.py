@@ -21,7 +21,7 @@ class InFlight:
 
     Attributes:
         limit: as given.
-        room: number of further requests.
+        room: number of further requests; 0 while the server gets none.
         load: requests relative to the limit, and their number.
     """
 
@@ -30,6 +30,12 @@ class InFlight:
         self._running: set[asyncio.Timeout] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._is_open = True
+        self._measure()
+
+    def open(self, is_open: bool) -> None:
+        """Let the server get requests, or none."""
+        self._is_open = is_open
         self._measure()
 
     def __len__(self) -> int:
@@ -61,7 +67,8 @@ class InFlight:
     def _measure(self) -> None:
         # Attributes and no properties: all servers are looked at for each request.
         count, limit = len(self._running), math.inf if self.limit is None else self.limit.value
-        self.room, self.load = max(0, limit - count), (count / limit, count)
+        self.room = max(0, limit - count) if self._is_open else 0
+        self.load = (count / limit, count)
 
     async def end_within(self, seconds: float) -> bool:
         """Return whether there is no request left after some seconds at most."""

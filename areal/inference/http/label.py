@@ -33,11 +33,12 @@ class Owner:
     def __init__(self, *, take_over: bool = False) -> None:
         self._take_over = take_over
         self._nonce = secrets.token_hex(4)
+        self._prefix = f"{_MARK}/{socket.gethostname()}/{os.getpid()}/{self._nonce}/"
         self._living.add(self._nonce)
 
     def label(self, version: int) -> str:
         """Return the label of weights of this owner."""
-        return f"{_MARK}/{socket.gethostname()}/{os.getpid()}/{self._nonce}/{version}"
+        return f"{self._prefix}{version}"
 
     def version_of(self, label: str | None) -> int | None:
         """Return the version in a label, or ``None`` if it is none of this owner."""
@@ -74,7 +75,7 @@ class Owner:
         self._living.discard(self._nonce)
 
     def _is_own(self, label: str) -> bool:
-        return label.split("/")[:4] == self.label(0).split("/")[:4]
+        return label.startswith(self._prefix)
 
 
 def _is_alive(process: int) -> bool:
@@ -206,7 +207,7 @@ class ServerLabel:
             if each is None or not (mixed or each == version):
                 raise WrongLabel(label)
             known[label] = each
-        return [known[label] for label in labels]
+        return [known[label] for label in labels] if len(known) > 1 else list(known.values()) * len(labels)
 
     async def release(self, routes: Routes, seconds: float) -> None:
         """Take the label back, so that another owner may take the server. Failures are ignored."""

@@ -19,18 +19,20 @@ from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.inference.http.answer import Answer
+from areal.inference.http.clients.client_pool import ClientPool
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.sender import Members
 from areal.inference.http.label import Owner
 from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server import Server
-from areal.inference.http.server_connection import ServerConnection, Unavailable
+from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Outdated, UpdateTimes
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
 from areal.inference.http.updates import WeightUpdates
 from areal.inference.protocol import Completion, Sampling, checked_prompt
 from areal.inference.stop_strings import StopStrings
+from areal.inference.together import gather_or_cancel
 from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
@@ -73,6 +75,7 @@ class HTTPRollout:
         max_requests: maximum number of requests that a server gets at once. The number is found from its throughput
             (:class:`~areal.inference.http.concurrency_limit.ConcurrencyLimit`), and further requests wait here. ``None`` sends all requests
             at once, and they wait on the servers.
+        client_processes: number of processes that send requests and parse replies in place of this one, which does the rest; 0 for none.
         cast: dtype in which weights are written; ``None`` keeps each tensor's dtype.
         timeout: seconds without a reply after which a server is asked for its health. While it is healthy, a request may take any time.
         deadline: seconds without a new token or a healthy server, over all attempts, after which an answer fails.
@@ -82,8 +85,9 @@ class HTTPRollout:
         take_over: use servers of another engine that may live. An engine whose process has ended needs no permission.
 
     Raises:
-        ValueError: ``urls`` is empty or has duplicates, a time or ``max_requests`` is not above 0, or a server that can be reached is not
-            started as the dialect needs it, has another model or tokenizer, or belongs to another engine. Raised on all ranks.
+        ValueError: ``urls`` is empty or has duplicates, a time, ``max_requests`` or ``client_processes`` is out of range, or a server that
+            can be reached is not started as the dialect needs it, has another model or tokenizer, or belongs to another engine. Raised on
+            all ranks.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class HTTPRollout:
         model: str | None = None,
         version: int = 0,
         max_requests: int | None = None,
+        client_processes: int = 0,
         cast: torch.dtype | None = None,
         timeout: float = 600.0,
         deadline: float = 1200.0,
@@ -126,8 +131,9 @@ class HTTPRollout:
         # Other ranks make no connection.
         urls_here = server_urls if self.owns_servers else []
         self._model = ModelCheck(model)
+        self._clients = ClientPool(client_processes if self.owns_servers else 0)
         servers = [
-            Server(ServerConnection(url, headers), dialect, self._owner, version, self._model, max_requests)
+            Server(self._clients.connection(url, headers), dialect, self._owner, version, self._model, max_requests)
             for url in urls_here
         ]
         self._fleet = Fleet(servers, UpdateTimes(update_seconds, drain_seconds), "rollout-http")
@@ -141,7 +147,7 @@ class HTTPRollout:
             if carrier is not None:
                 members = Members(self._fleet, self._owner)
                 self._updates.send_by(carrier, members, cast, min(update_seconds, _GROUP_SECONDS))
-            self._control.attempt(lambda: self._run(self._fleet.open()))
+            self._control.attempt(lambda: self._run(gather_or_cancel((self._fleet.open(), self._clients.open()))))
         except BaseException:
             self.close()
             raise
@@ -388,3 +394,4 @@ class HTTPRollout:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
         await self._fleet.close()
+        await self._clients.close()

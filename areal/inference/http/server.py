@@ -13,7 +13,14 @@ from areal.inference.http.concurrency_limit import ConcurrencyLimit
 from areal.inference.http.in_flight import InFlight
 from areal.inference.http.label import LABEL_SECONDS, Owner, ServerLabel, WrongLabel
 from areal.inference.http.model_check import ModelCheck
-from areal.inference.http.server_connection import HEALTH, ServerConnection, StatusError, Unavailable, UnexpectedStatus
+from areal.inference.http.server_connection import (
+    HEALTH,
+    ClientLost,
+    ServerConnection,
+    StatusError,
+    Unavailable,
+    UnexpectedStatus,
+)
 from areal.inference.http.server_state import (
     Away,
     Lost,
@@ -94,6 +101,7 @@ class Server:
         """Enter a state. A server of another owner stays taken."""
         if not isinstance(self.state, Taken):
             self.state = state
+            self.requests.open(isinstance(state, Serving))
 
     async def answers(self) -> bool:
         """Return whether the server can be reached and was examined."""
@@ -194,12 +202,10 @@ class Server:
 
     def mistake(self, found: str | None) -> None:
         """Note that the server has a label that this owner has not set."""
-        # Counted once, however many replies show it.
         if self.version is None and not isinstance(self.state, Away):
-            return
+            return  # counted once, however many replies show it
         self.routes = None
-        other = self._owner.other(found)
-        if other is not None:
+        if (other := self._owner.other(found)) is not None:
             self.enter(Taken(f"{self.url} belongs to another HTTPRollout now, in {other}"))
             return
         self.restarts += 1
@@ -210,7 +216,8 @@ class Server:
     # ---- generation
 
     async def generate(self, name: str, answer: Answer, silence: float) -> tuple[ReplyPart, list[int]] | None:
-        """Send one request. Returns tokens and their versions, or ``None`` if an update discarded it or the weights are not known.
+        """Send one request. Returns tokens and their versions, or ``None`` if it must be sent again: an update discarded it, its client
+        process ended, or the weights are not known.
 
         Args:
             name: id of the request.
@@ -221,39 +228,41 @@ class Server:
             ValueError: the server rejects the request.
             RuntimeError: the reply cannot be, or its log-probs are not finite; :class:`Unavailable`: there is none.
         """
-        routes, version = self.routes, self.version
-        if routes is None or version is None:
+        if (routes := self.routes) is None or (version := self.version) is None:
             return None
         call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
         # An update can discard the request without cancelling the answer.
         try:
             return await self.requests.run(self._ask(routes, call, version, answer, silence))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ClientLost) as error:
             abort = routes.abort(name)
             if abort is not None:
                 with contextlib.suppress(RuntimeError, ValueError):
                     await asyncio.shield(self.connection.send(abort, 1.0))
-            raise
+            if not isinstance(error, ClientLost):
+                raise
+            return None
 
     async def _ask(
         self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, silence: float
     ) -> tuple[ReplyPart, list[int]] | None:
-        """Send a request, and read the reply. Its form was checked by the schema, here it is whether its content is possible."""
+        """Send a request, and check that the reply can be the next part of the answer."""
         began = time.monotonic()
         try:
-            body = await self.connection.send(call, silence, self._label.note_connection, answer.note_life)
+            reply = await self.connection.generate(
+                routes, call, answer.sampling, silence, self._label.note_connection, answer.note_life
+            )
         except StatusError as error:
             if _NOT_FINITE in error.text:
                 raise self._not_finite(str(error)) from error
             raise
         try:
-            reply = routes.read_reply(body, answer.sampling)
             answer.check(reply)
         except ValueError as error:
             raise RuntimeError(f"{self.url}{call.route}: the reply cannot be: {error}") from error
         if self.requests.limit is not None:
             self.requests.limit.note(began, len(reply.tokens), len(self.requests))
-        if not all(map(math.isfinite, reply.logprobs)):
+        if not math.isfinite(sum(reply.logprobs)):
             raise self._not_finite(f"{self.url}{call.route}: {reply.logprobs}")
         if reply.labels is None:
             return (reply, [version] * len(reply.tokens)) if await self.recognise() else None

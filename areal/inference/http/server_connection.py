@@ -14,7 +14,9 @@ from urllib.parse import urlencode, urlsplit
 import httptools
 from pydantic import ValidationError
 
+from areal.inference.http.servers.dialect import ReplyPart, Routes
 from areal.inference.http.servers.http_call import Anything, HTTPCall, ReplyBody
+from areal.inference.protocol import Sampling
 
 R = TypeVar("R", bound=ReplyBody)
 Reply = tuple[int, bytes]
@@ -45,6 +47,13 @@ class Unavailable(RuntimeError):
         super().__init__(report)
         self.status, self.text = status, text
 
+    def __reduce__(self) -> tuple[type[Unavailable], tuple[str, int | None, str]]:
+        return type(self), (str(self), self.status, self.text)
+
+
+class ClientLost(RuntimeError):
+    """The client process that had sent a request has ended: another attempt may succeed."""
+
 
 class StatusError(Exception):
     """The server answered with a status other than 200, below 500.
@@ -57,6 +66,9 @@ class StatusError(Exception):
     def __init__(self, report: str, status: int, text: str) -> None:
         super().__init__(report)
         self.status, self.text = status, text
+
+    def __reduce__(self) -> tuple[type[StatusError], tuple[str, int, str]]:
+        return type(self), (str(self), self.status, self.text)
 
 
 class RejectedCall(StatusError, ValueError):
@@ -207,16 +219,44 @@ class ServerConnection:
 
     Attributes:
         url: base URL.
+        headers: as given.
         backoff_until: time on the monotonic clock until which the server should get no new requests, after a fault.
         away_since: time of the first request that got no answer, if none has got one since.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url, self.headers = url.rstrip("/"), headers or {}
         self.backoff_until = 0.0
         self.away_since: float | None = None
         self._faults = 0
-        self._connections = HTTPConnections(self.url, headers or {})
+        self._connections = HTTPConnections(self.url, self.headers)
+
+    async def generate(
+        self,
+        routes: Routes,
+        call: HTTPCall[ReplyBody],
+        sampling: Sampling,
+        seconds: float,
+        on_connect: Callable[[], None],
+        on_life: Callable[[], None],
+    ) -> ReplyPart:
+        """Send a request for an answer and read the reply.
+
+        Args:
+            routes: requests of the server.
+            call: request of :meth:`~areal.inference.http.servers.dialect.Routes.generate`.
+            sampling: sampling parameters of the answer.
+            seconds, on_connect, on_life: see :meth:`send`.
+
+        Raises:
+            Unavailable, RejectedCall, RuntimeError: see :meth:`send`. Or the reply has impossible content.
+            ClientLost: the process that sent it ended.
+        """
+        body = await self.send(call, seconds, on_connect, on_life)
+        try:
+            return routes.read_reply(body, sampling)
+        except ValueError as error:
+            raise RuntimeError(f"{self.url}{call.route}: the reply cannot be: {error}") from error
 
     async def send(
         self,
@@ -254,26 +294,24 @@ class ServerConnection:
                 left = seconds
             status, content = reply.result()
         except TimeoutError as error:
-            self._miss()
+            self.note(None)
             waited = seconds if connection is not None else min(seconds, _CONNECT_SECONDS)
             raise Unavailable(f"{self.url}{call.route}: no answer within {waited:.3g} s") from error
         except OSError as error:
-            self._miss()
+            self.note(None)
             raise Unavailable(f"{self.url}{call.route}: {type(error).__name__}: {error}") from error
         finally:
             if connection is not None:
                 self._connections.put(connection)
-        self.away_since = None
+        self.note(status)
         if status != 200:
             raise self._refusal(call.route, status, content.decode(errors="replace"))
-        self._faults = 0
         return self._read(call, content)
 
     def _refusal(self, route: str, status: int, text: str) -> Exception:
         """Return the error of a reply with another status than 200. Server errors may be retried; rejected requests may not."""
         report = f"{self.url}{route}: status {status}: {text[:_SHOWN]}"
         if status >= 500:
-            self._back_off()
             return Unavailable(report, status, text)
         return (RejectedCall if status in (400, 413, 422) else UnexpectedStatus)(report, status, text)
 
@@ -336,11 +374,16 @@ class ServerConnection:
                 "and of a release that is supported?"
             ) from error
 
-    def _miss(self) -> None:
-        """Note that there was no answer."""
-        if self.away_since is None:
+    def note(self, status: int | None) -> None:
+        """Note the status of an answer; ``None`` if there was none."""
+        if status is not None:
+            self.away_since = None
+        elif self.away_since is None:
             self.away_since = time.monotonic()
-        self._back_off()
+        if status is None or status >= 500:
+            self._back_off()
+        elif status == 200:
+            self._faults = 0
 
     def _back_off(self) -> None:
         """Send no new requests for a while. Randomised, so that several engines do not retry together."""

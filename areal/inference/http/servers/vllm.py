@@ -62,10 +62,13 @@ _NOTHING = -9999.0
 _ID_PREFIX = "token_id:"
 """Prefix of a token's id where vLLM names tokens by text."""
 
-_LABELS = LabelRoutes(
-    HTTPCall.get("/weight_info", LabelReply),
-    lambda label: HTTPCall("/update_weight_version", SetLabel(new_version=label), Anything),
-)
+
+def _set_label(label: str) -> HTTPCall[Anything]:
+    """Return the request that sets a label. A function, because client processes get routes as pickles."""
+    return HTTPCall("/update_weight_version", SetLabel(new_version=label), Anything)
+
+
+_LABELS = LabelRoutes(HTTPCall.get("/weight_info", LabelReply), _set_label)
 _ABORT = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "abort"})
 _KEEP = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
 _RESUME = HTTPCall("/resume", Empty(), VLLMResumed)

@@ -9,45 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from areal.api import LoRAConfig, NamedTensor
 from areal.api.weights import stream_of
+from areal.tests.dist.parallel.collective_bytes import Traffic, streamed
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import chosen, global_batch, local_batch, loss, same_bits, started, weights_of
 from areal.tests.harness.world import record, world
 from areal.utils.dtensor import gathered_dtype
 from areal.weight_sync import DirectTransport, ModuleSource
 from areal.weight_sync.transport import Transport
-
-WITH_TENSORS = ("c10d::", "_c10d_functional::")
-"""Namespaces of the collectives of tensors."""
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the bytes of the tensors that collectives take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().startswith(WITH_TENSORS) and any(
-            kind in func.name() for kind in ("gather", "reduce", "broadcast")
-        ):
-            # Of c10d's gather the shard is the second argument, and else the tensors are the first.
-            tensors = args["allgather" in func.name()]
-            tensors = tensors if isinstance(tensors, list) else [tensors]
-            # Messages of the control plane are bytes, with their length.
-            self.nbytes += sum(x.nbytes for x in tensors if x.dtype is not torch.uint8 and x.numel() > 1)
-        return func(*args, **(kwargs or {}))
-
-
-def streamed(engine: Any, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], int]:
-    """Return all weights, and the bytes that collectives took."""
-    with Traffic() as traffic:
-        return {name: x.clone() for name, x in engine.named_tensors(dtype=dtype)}, traffic.nbytes
 
 
 @pytest.mark.parametrize(

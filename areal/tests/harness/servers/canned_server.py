@@ -44,12 +44,13 @@ class CannedServer:
     Attributes:
         running, most: requests for answers that it has, and their largest number so far.
         answered: number of answers.
+        connections: number of open connections.
     """
 
     def __init__(self, tokens: int, seconds: float, slots: int | None = None) -> None:
         self.tokens, self._seconds = tokens, seconds
         self._free_at = [0.0] * (slots or 0)
-        self.running = self.most = self.answered = 0
+        self.running = self.most = self.answered = self.connections = 0
         self.replies = {
             b"/openapi.json": json.dumps({"paths": {path: {} for path in _PATHS}}).encode(),
             b"/tokenize": b'{"tokens": [1, 2, 3]}',
@@ -93,6 +94,10 @@ class CannedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
+        self._server.connections += 1
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.connections -= 1
 
     def data_received(self, data: bytes) -> None:
         self._data += data

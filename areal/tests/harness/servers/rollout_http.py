@@ -201,3 +201,13 @@ BAD_REPLIES: dict[str, list[tuple[Any, str]]] = {
     ],
 }
 """Refused inputs, with words of their error."""
+
+
+def assert_true_versions(answer: Completion, prompt: Sequence[int] = PROMPT) -> None:
+    """Check each token against the weights of its version: those of the seed ``version``, or the first ones for 0."""
+    for version in sorted(set(answer.versions)):
+        logprobs = plain(replica(version or None), prompt, answer.tokens).gather(
+            1, torch.tensor([[t] for t in answer.tokens])
+        )[:, 0]
+        places = [i for i, each in enumerate(answer.versions) if each == version]
+        torch.testing.assert_close(torch.tensor(answer.logprobs)[places], logprobs[places], rtol=0, atol=1e-5)

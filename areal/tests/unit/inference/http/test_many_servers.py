@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
-import torch
 
 from areal.api.weights import NamedTensor
 from areal.inference.http import HTTPRollout, fleet
@@ -19,7 +18,7 @@ from areal.tests.harness.servers.rollout_http import (
     Background,
     Process,
     assert_drawn_from,
-    plain,
+    assert_true_versions,
     replica,
     run,
     weights,
@@ -34,16 +33,6 @@ TOKENS, COMPLETIONS, LOAD, PAUSE, RESUME = (
     "/pause",
     "/resume",
 )
-
-
-def assert_true_versions(answer: Completion, prompt: Sequence[int] = PROMPT) -> None:
-    """Check each token against the weights of its version: those of the seed ``version``, or the first ones for 0."""
-    for version in sorted(set(answer.versions)):
-        logprobs = plain(replica(version or None), prompt, answer.tokens).gather(
-            1, torch.tensor([[t] for t in answer.tokens])
-        )[:, 0]
-        places = [i for i, each in enumerate(answer.versions) if each == version]
-        torch.testing.assert_close(torch.tensor(answer.logprobs)[places], logprobs[places], rtol=0, atol=1e-5)
 
 
 class Load(threading.Thread):

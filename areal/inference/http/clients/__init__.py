@@ -1,0 +1,1 @@
+"""Processes that send the requests of one owner of servers."""
