@@ -104,14 +104,14 @@ class Chain:
 
     def _receive(self, message: Tensor) -> Any:
         """Receive into a tensor, and start to send it on. Returns what :meth:`_wait` takes."""
-        self._group.recv([message], self._rank - 1, 0).wait(self._timeout)
+        self._group.recv([message], self._rank - 1, 0).wait(self._timeout)  # type: ignore[attr-defined]
         return self._start(message)
 
     def _start(self, message: Tensor) -> Any:
         if self._rank + 1 == self._size:
             return None
         self.sent_bytes += message.nbytes
-        return self._group.send([message], self._rank + 1, 0)
+        return self._group.send([message], self._rank + 1, 0)  # type: ignore[attr-defined]
 
     def _wait(self, *sent: Any) -> None:
         for work in sent:

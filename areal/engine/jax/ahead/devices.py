@@ -9,7 +9,7 @@ import jax
 from jax.experimental import topologies
 
 _LARGEST = 1024
-"""Most devices of a topology, for which programs have been compiled."""
+"""Most devices of a topology."""
 
 
 def planned_devices(topology: str) -> list[jax.Device]:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from areal.inference.http.clients.channel import Answered, Cancel, Channel, Healthy, Introduce, Ready, SendRequest
 from areal.inference.http.server_connection import ClientLost, ServerConnection, StatusError, Unavailable
@@ -165,7 +165,8 @@ class ClientHandle:
         error = ClientLost(f"client process {self._process.pid} ended with status {status}")
         if not self._closed:
             logger.warning("%s; its %d requests are sent again", error, len(self.pending))
-        for reply in [self._ready, *(each.reply for each in self.pending.values())]:
+        replies: list[asyncio.Future[Any]] = [self._ready, *(each.reply for each in self.pending.values())]
+        for reply in replies:
             if not reply.done():
                 reply.set_exception(error)
         self._ready.exception()  # retrieved, also if nobody waits

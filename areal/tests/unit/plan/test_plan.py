@@ -132,7 +132,7 @@ def test_command_prints_the_plan_and_the_best_layouts(capsys: pytest.CaptureFixt
         "fsdp:d2t2, ",
         "assumed: 590 TFLOP/s",
         "peak memory of rank 0",
-        "all_gather     shards",
+        "all_gather          shards",
         "layouts that fit",
         f"sent through the network card of rank 0 in {seconds:.3f} s",
     ):
