@@ -17,6 +17,7 @@ import areal.tests.mutants.bugs.model.layers
 import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollouts.chat
+import areal.tests.mutants.bugs.rollouts.client_processes
 import areal.tests.mutants.bugs.rollouts.concurrency
 import areal.tests.mutants.bugs.rollouts.episodes
 import areal.tests.mutants.bugs.rollouts.gateway
@@ -55,7 +56,8 @@ import areal.tests.mutants.bugs.kernels.onednn
 import areal.tests.mutants.bugs.model.liger
 import areal.tests.mutants.bugs.model.memory
 import areal.tests.mutants.bugs.model.plan
-import areal.tests.mutants.bugs.model.plan_engines  # noqa: F401
+import areal.tests.mutants.bugs.model.plan_engines
+import areal.tests.mutants.bugs.rollouts.weight_slices  # noqa: F401
 
 
 def plant_in_worker(name: str) -> None:

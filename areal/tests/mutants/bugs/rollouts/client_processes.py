@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from areal.inference.http.clients.channel import Answered, Cancel
+from areal.inference.http.clients.channel import Cancel
 from areal.tests.mutants.planting import Function, mutant
 
 CLIENTS = "unit/inference/http/test_client_processes.py::test_{}"
@@ -14,24 +12,9 @@ CLIENTS = "unit/inference/http/test_client_processes.py::test_{}"
     "areal.inference.http.clients.channel:Channel.send",
     CLIENTS.format("cancelled_answer_is_aborted_on_the_server"),
 )
-def cancelled_request_goes_on(right: Function) -> Function:
+def cancelled_answer_goes_on_in_its_process(right: Function) -> Function:
     """A client process is not told that an answer was cancelled."""
     return lambda self, message: None if isinstance(message, Cancel) else right(self, message)
-
-
-@mutant(
-    "areal.inference.http.clients.client_pool:ClientHandle._take",
-    CLIENTS.format("answers_and_updates_are_those_of_one_process[completions]"),
-)
-def errors_of_servers_taken_for_faults(right: Function) -> Function:
-    """The owner takes a rejected request for a failed one."""
-
-    def wrong(self: Any, message: Any) -> None:
-        if isinstance(message, Answered) and isinstance(message.result, Exception):
-            message = message._replace(result=RuntimeError("failed"))
-        right(self, message)
-
-    return wrong
 
 
 @mutant(

@@ -10,20 +10,6 @@ SLICES = "dist/parallel/test_weight_slices.py::test_{}"
 
 
 @mutant(
-    "areal.weight_sync.slice_transport:SliceTransport._divide",
-    SLICES.format("each_rank_sends_its_share_once[*fsdp:t2*]"),
-)
-def replicated_slices_sent_by_all(right: Function) -> Function:
-    """Each rank sends slices that others have too."""
-
-    def wrong(self: Any, source: Any, note: str) -> None:
-        right(self, source, note)
-        self._divisions = dict.fromkeys(self._divisions, (0, 1))
-
-    return wrong
-
-
-@mutant(
     "areal.weight_sync.slice_receiver:_SliceStaging.check",
     SLICES.format("update_that_does_not_fit_a_receiver_changes_none[*fsdp:d2*]"),
 )
