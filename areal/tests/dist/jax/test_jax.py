@@ -23,7 +23,7 @@ pytest.importorskip("jax")
 import jax
 from jax._src import array
 
-from areal.engine.jax import engine as engine_module
+from areal.engine.jax.model import spec
 from areal.engine.jax.model.fused_attention import Kernel
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -127,7 +127,7 @@ def test_what_the_engine_has_not_is_refused_by_name(what: str) -> None:
 
 @pytest.mark.world(1)
 def test_kernel_computes_packed_sequences_and_blocks_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "kernel_for", lambda *_: Kernel("splash", interpret=True))
+    monkeypatch.setattr(spec, "kernel_for", lambda *_: Kernel("splash", interpret=True))
     batch, results = samples(CASES["family"]), {}
     for shared, kernel in itertools.product((False, True), repeat=2):
         mb_spec = MicroBatchSpec(max_tokens_per_mb=512, share_prefixes=shared)
