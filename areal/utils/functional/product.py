@@ -47,8 +47,9 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """
     if torch.compiler.is_compiling() or not _runs_onednn(x, weight):
         return F.linear(x, weight, bias)
-    out: Tensor = _OneDNNLinear.apply(x, weight, bias)
-    return out
+    # Rows outside of the function: a model may change the result in place, which autograd forbids for a view made inside.
+    out: Tensor = _OneDNNLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def _has_faster_onednn() -> bool:
 
 
 def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``a @ b + bias`` of float32 ``[..., m]`` and ``[m, k]``."""
+    """Return ``a @ b + bias`` of float32 ``[n, m]`` and ``[m, k]``."""
     # The operation copies a first operand that is not contiguous. A second one may be transposed, but not overlap with itself.
     b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()
     out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
@@ -182,7 +183,7 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _OneDNNLinear(torch.autograd.Function):
-    """:func:`linear_product` by oneDNN."""
+    """:func:`linear_product` of rows ``[n, m]`` by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -195,11 +196,10 @@ class _OneDNNLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
-        rows = grads[0].flatten(0, -2)
         return (
             None if weight is None else _onednn_product(grads[0], weight, None),
-            None if x is None else _onednn_product(rows.t(), x.flatten(0, -2), None),
-            rows.sum(0) if ctx.needs_input_grad[2] else None,
+            None if x is None else _onednn_product(grads[0].t(), x, None),
+            grads[0].sum(0) if ctx.needs_input_grad[2] else None,
         )
 
 

@@ -22,7 +22,7 @@ from areal.engine.jax.model.spec import ModelSpec, Params
 from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT
 
 _CHUNK = 512
-"""Most rows whose logits exist at a time, where they are not kept for the backward."""
+"""Most rows whose logits are computed at a time."""
 
 
 _KEPT = "logits"
@@ -102,7 +102,7 @@ def _logits(
 def _of_head(
     spec: ModelSpec, wanted: Wanted, params: Params, hidden: Array, rows: Rows, slots: Array | None
 ) -> Outputs:
-    """Compute the outputs that need the head, all rows at once if their logits may be kept, else in chunks."""
+    """Compute the outputs that need the head, in chunks of rows. The backward computes their logits again, unless they may be kept."""
     weight, use = _head(spec, params)
 
     def of(product: Callable[[Array], Array], chunk: _Chunk) -> Outputs:

@@ -48,7 +48,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [(7,), (1, 33), (2, 3, 5), (0,)])
+@pytest.mark.parametrize("rows", [(), (7,), (1, 33), (2, 3, 5), (0,)])
 @pytest.mark.parametrize("upstream", ["random", "transposed", "expanded"])
 def test_linear_is_that_of_torch(faster: None, rows: tuple[int, ...], bias: bool, upstream: str) -> None:
     wide = [_random(*rows, 24), _random(40, 24, seed=1), *([_random(40, seed=2)] if bias else [])]
@@ -73,6 +73,15 @@ def test_linear_is_that_of_torch(faster: None, rows: tuple[int, ...], bias: bool
         torch.testing.assert_close(got.double(), expected, rtol=2e-6, atol=2e-5)
     if 0 not in rows:
         assert seen.calls == {"_linear_pointwise": 3}
+
+
+@pytest.mark.parametrize("rows", [(7,), (1, 33)])
+def test_result_may_be_changed_in_place(faster: None, rows: tuple[int, ...]) -> None:
+    x, weight = _random(*rows, 24).float().requires_grad_(), _random(40, 24, seed=1).float()
+    product.linear_product(x, weight).mul_(2).sum().backward()
+    expected = 2 * weight.sum(0)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected.expand(x.shape))
 
 
 def test_operands_in_any_layout(faster: None) -> None:
