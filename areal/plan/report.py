@@ -60,14 +60,17 @@ def memory_table(memory: Mapping[str, float], limit: int) -> list[str]:
 
 
 def _describe_update(plan: LayoutPlan, job: PlanJob) -> str:
-    """Return the time of an update of inference servers: weights are gathered on all ranks, cast, and broadcast from rank 0."""
+    """Return the time of an update: weights are gathered on all ranks, cast, and sent by rank 0, or every rank sends its slices."""
     config, hardware = plan.config, job.hardware
     nbytes = count_parameters(job.model) * torch_dtype(config.dtype).itemsize
     gathered = hardware.collective_seconds("all_gather", nbytes, config.dims.world_size, 1)
-    sent = hardware.collective_seconds("send", nbytes, 2, hardware.ranks_per_node)
+    sent, sliced = (
+        hardware.collective_seconds("send", nbytes / senders, 2, hardware.ranks_per_node)
+        for senders in (1, config.dims.world_size)
+    )
     return (
         f"update of servers: {nbytes / _GIB:.2f} GiB in {config.dtype}, gathered in {gathered:.3f} s and sent through the network card of "
-        f"rank 0 in {sent:.3f} s"
+        f"rank 0 in {sent:.3f} s; by slices, sent by every rank in {sliced:.3f} s"
     )
 
 
