@@ -151,8 +151,8 @@ class MegatronConfig(BackendConfig):
         default=True,
         description="Shard optimizer state over data-parallel ranks. float64 and SGD always use the plain optimizer.",
     )
-    overlap_grad_reduce: bool | None = Field(
-        default=None, description="Reduce gradients in the last backward of `train_batch`; None: with `d` or `c`."
+    overlap_grad_reduce: bool = Field(
+        default=False, description="Reduce gradients during the last backward of `train_batch`."
     )
     overlap_param_gather: bool = Field(
         default=False,
@@ -173,14 +173,9 @@ class MegatronConfig(BackendConfig):
             )
         return self
 
-    def overlaps_reduction(self, config: TrainEngineConfig) -> bool:
-        """Return whether gradients are reduced during the last backward of ``train_batch``."""
-        default = config.lora is None and config.optimizer is not None and config.dims.dp * config.dims.cp > 1
-        return default if self.overlap_grad_reduce is None else self.overlap_grad_reduce
-
     def check_combination(self, config: TrainEngineConfig) -> None:
         """Refuse options without effect, and options that exclude each other."""
-        if self.bucket_size is not None and config.lora is None and not self.overlaps_reduction(config):
+        if self.bucket_size is not None and not self.overlap_grad_reduce:
             raise ValueError(
                 f"megatron.bucket_size = {self.bucket_size} without megatron.overlap_grad_reduce = True: gradients are reduced in one "
                 "bucket; set it, or leave the size out"

@@ -195,7 +195,7 @@ class MegatronEngine(BaseTrainEngine):
             "activation checkpointing": config.activation_checkpointing,
             "compile": "off",
             "gradient reduction": "in the last backward of train_batch"
-            if config.megatron.overlaps_reduction(config)
+            if config.megatron.overlap_grad_reduce
             else "once per call",
         }
 
@@ -206,7 +206,7 @@ class MegatronEngine(BaseTrainEngine):
         settings = self.config.megatron
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.config.grad_reduce_dtype == "float32",
-            overlap_grad_reduce=settings.overlaps_reduction(self.config),
+            overlap_grad_reduce=settings.overlap_grad_reduce,
             overlap_param_gather=overlaps_gather(self.config),
             use_distributed_optimizer=distributed(self.config),
             bucket_size=settings.bucket_size,

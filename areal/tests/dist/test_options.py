@@ -268,7 +268,7 @@ OPTIONS: dict[str, Option] = {
     "megatron.last_stage_layers": Option(1, depth, DEEP, layout="p2"),
     "megatron.distributed_optimizer": Option(False, optimizers),
     "megatron.overlap_grad_reduce": Option(
-        False, "dist/megatron/test_megatron.py::test_reduction_starts_in_the_backward_of_replicas*"
+        True, "dist/megatron/test_megatron.py::test_reduction_starts_in_the_backward_if_asked*"
     ),
     "megatron.overlap_param_gather": Option(
         True, "dist/megatron/test_megatron_weights.py::test_pending_gathered_weights_are_streamed*", OVERLAP

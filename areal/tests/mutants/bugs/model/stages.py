@@ -28,12 +28,3 @@ def ends_of_a_pipeline_expect_no_messages(right: Function) -> Function:
 def host_waits_for_each_message(right: Function) -> Function:
     """The host waits for the device after each message."""
     return lambda *args: {**right(*args), "batch_p2p_sync": True}
-
-
-@mutant(
-    "areal.api.config:MegatronConfig.overlaps_reduction",
-    "dist/megatron/test_megatron.py::test_reduction_starts_in_the_backward_of_replicas[w2-d2]",
-)
-def reductions_wait_for_the_step(right: Function) -> Function:
-    """Gradients are reduced at the step, unless an option asks for it in the backward."""
-    return lambda self, config: bool(self.overlap_grad_reduce)
