@@ -49,7 +49,7 @@ def repeated_targets_count_once(right: Function) -> Function:
 )
 def temperature_in_a_pass_of_its_own(right: Function) -> Function:
     """Logits are scaled after their product."""
-    return lambda self, rows, z: right(self, rows, z).mul_(1.0)
+    return lambda self, rows, *buffer: right(self, rows, *buffer).mul_(1.0)
 
 
 @mutant(
