@@ -135,7 +135,7 @@ def label_set_without_a_look(right: Function) -> Function:
 @mutant("areal.inference.http.updates:Completeness.check", OWNER.format("directory_that_lacks_a_weight*"))
 def partial_weights_loaded(right: Function) -> Function:
     """A directory that lacks a weight is loaded."""
-    return lambda self, folder: None
+    return lambda self, folder, **options: None
 
 
 @mutant(
