@@ -5,30 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.api.weights import LocalTensor
+
 _END, _BROKEN_OFF = 0, -1
 """Lengths in a header that announce no slices: the end of an update, and its end before all slices were sent."""
-
-
-class WeightSlice(NamedTuple):
-    """A slice of a weight: ``full[box]`` of the tensor with this name and ``shape``.
-
-    Attributes:
-        name: Hugging Face name.
-        values: values of the slice, on the CPU.
-        box: a slice for each dimension.
-        shape: of the full tensor.
-    """
-
-    name: str
-    values: Tensor
-    box: tuple[slice, ...]
-    shape: tuple[int, ...]
 
 
 class Chain:
@@ -52,18 +38,15 @@ class Chain:
         self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, self._timeout)
         self.sent_bytes = 0
 
-    def send(self, slices: Sequence[WeightSlice]) -> None:
+    def send(self, slices: Sequence[LocalTensor]) -> None:
         """Send slices to the next member.
 
         Raises:
             RuntimeError: a member is lost.
         """
-        table = [
-            [each.name, str(each.values.dtype), [_numbers(part) for part in each.box], list(each.shape)]
-            for each in slices
-        ]
+        table = [[each.name, str(each.tensor.dtype), box_numbers(each.box), list(each.shape)] for each in slices]
         head = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
-        values = torch.cat([each.values.contiguous().reshape(-1).view(torch.uint8) for each in slices])
+        values = torch.cat([each.tensor.contiguous().reshape(-1).view(torch.uint8) for each in slices])
         for message in (torch.tensor([len(head), len(values)]), head, values):
             self._wait(self._start(message))
 
@@ -75,7 +58,7 @@ class Chain:
         """
         self._wait(self._start(torch.tensor([_END if complete else _BROKEN_OFF, 0])))
 
-    def receive(self) -> list[WeightSlice] | bool:
+    def receive(self) -> list[LocalTensor] | bool:
         """Return the next slices, which are sent on. At the end of an update, return whether it is complete.
 
         Raises:
@@ -97,7 +80,7 @@ class Chain:
             nbytes = torch.Size(sizes).numel() * kind.itemsize
             # A copy, because bytes of one tensor after another are not aligned.
             part = values[offset : offset + nbytes].clone().view(kind).view(sizes)
-            slices.append(WeightSlice(name, part, box, tuple(shape)))
+            slices.append(LocalTensor(name, part, box, tuple(shape)))
             offset += nbytes
         self._wait(*sent)
         return slices
@@ -119,9 +102,9 @@ class Chain:
                 work.wait(self._timeout)
 
 
-def _numbers(part: slice) -> tuple[int, int, int]:
-    """Return start, stop and step of a slice without negative numbers."""
-    return part.start, part.stop, part.step or 1
+def box_numbers(box: tuple[slice, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Return start, stop and step of each slice of a box, without negative numbers."""
+    return tuple((part.start, part.stop, part.step or 1) for part in box)
 
 
 def chain_rank(receiver: int, trainer_rank: int, receivers: int) -> int:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal.api.weights import NamedTensor
+from areal.api.weights import LocalTensor, NamedTensor
 from areal.weight_sync.apply import Replica, Staging
-from areal.weight_sync.chain import Chain, WeightSlice, chain_rank
+from areal.weight_sync.chain import Chain, chain_rank
 
 _NO_LIMIT = timedelta(days=365)
 
@@ -110,7 +110,7 @@ class SliceReceiver:
         self._chains = []
 
 
-def _receive_all(chain: Chain, put: Callable[[WeightSlice], None]) -> bool:
+def _receive_all(chain: Chain, put: Callable[[LocalTensor], None]) -> bool:
     """Pass the slices of one update to ``put``. Returns whether it is complete."""
     while not isinstance(slices := chain.receive(), bool):
         for each in slices:
@@ -132,16 +132,16 @@ class _SliceStaging:
         self._missing: dict[str, int] = {}  # elements that have not arrived, by name
         self.fault = ""
 
-    def put(self, part: WeightSlice) -> None:
+    def put(self, part: LocalTensor) -> None:
         """Store a slice. A full tensor moves to the staged update."""
         with self._lock:
             try:
                 if part.name not in self._full:
                     self._replica.resolve(part.name, part.shape)
-                    self._full[part.name] = torch.empty(part.shape, dtype=part.values.dtype)
+                    self._full[part.name] = torch.empty(part.shape, dtype=part.tensor.dtype)
                     self._missing[part.name] = self._full[part.name].numel()
-                self._full[part.name][part.box] = part.values
-                self._missing[part.name] -= part.values.numel()
+                self._full[part.name][part.box] = part.tensor
+                self._missing[part.name] -= part.tensor.numel()
                 if not self._missing[part.name]:
                     self._staging.put(NamedTensor(part.name, self._full.pop(part.name)))
             except ValueError as error:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from areal.api.control import Control
-from areal.api.weights import SelectName, TensorSource, UpdateKind, WeightUpdateMeta
-from areal.weight_sync.chain import Chain, WeightSlice
+from areal.api.weights import LocalTensor, SelectName, TensorSource, UpdateKind, WeightUpdateMeta
+from areal.weight_sync.chain import Chain, box_numbers
 from areal.weight_sync.transport import OutgoingTensors, Transport, ignore_errors
 
 CHUNK_BYTES = 64 * 2**20
@@ -113,7 +113,7 @@ class SliceTransport(Transport):
         self._divisions = {key: (holders[key].index(rank), len(holders[key])) for key in by_rank[rank]}
         self._source = source
 
-    def _own_slices(self, source: Any, select: SelectName | None) -> Iterator[WeightSlice]:
+    def _own_slices(self, source: Any, select: SelectName | None) -> Iterator[LocalTensor]:
         """Yield what this rank sends: its slices, and of those that other ranks have too, some of the rows."""
         for name, tensor, box, shape in source.local_tensors(select=select):
             index, count = self._divisions[_key(name, box)]
@@ -125,7 +125,7 @@ class SliceTransport(Transport):
                 continue
             if tensor.numel():
                 dtype = self._cast if self._cast is not None and tensor.is_floating_point() else tensor.dtype
-                yield WeightSlice(name, tensor.detach().to("cpu", dtype), box, shape)
+                yield LocalTensor(name, tensor.detach().to("cpu", dtype), box, shape)
 
 
 _Key = tuple[str, tuple[tuple[int, int, int], ...]]
@@ -133,7 +133,7 @@ _Key = tuple[str, tuple[tuple[int, int, int], ...]]
 
 
 def _key(name: str, box: tuple[slice, ...]) -> _Key:
-    return name, tuple((part.start, part.stop, part.step or 1) for part in box)
+    return name, box_numbers(box)
 
 
 class _SliceSender:
@@ -164,15 +164,15 @@ class _SliceSender:
             self._chain = Chain(self._store, f"chain-{self._rank}", 0, 1 + self._receivers, self._seconds)
         self._streaming = True
 
-    def send(self, slices: Iterator[WeightSlice]) -> tuple[set[str], int]:
+    def send(self, slices: Iterator[LocalTensor]) -> tuple[set[str], int]:
         """Send slices to the end. Returns their names and their bytes."""
         names, total = set[str](), 0
-        chunk: list[WeightSlice] = []
+        chunk: list[LocalTensor] = []
         size = 0
         for each in slices:
             chunk.append(each)
             names.add(each.name)
-            size += each.values.nbytes
+            size += each.tensor.nbytes
             if size >= CHUNK_BYTES:
                 self._send(chunk)
                 total, size, chunk = total + size, 0, []
@@ -215,7 +215,7 @@ class _SliceSender:
         # Closes the connections, so that receivers do not wait.
         self._chain, self._broken = None, True
 
-    def _send(self, chunk: list[WeightSlice]) -> None:
+    def _send(self, chunk: list[LocalTensor]) -> None:
         with self._breaking():
             self._require_chain().send(chunk)
 
