@@ -101,14 +101,29 @@ class _StoreCarrier:
         return {"master_address": self._address, "master_port": self._store.port}
 
     def join(self, seconds: float) -> None:
-        if self._store is None:
-            raise RuntimeError("no group was opened")
-        self._store.set_timeout(timedelta(seconds=seconds))
-        self._group = self._make(self._store, timedelta(seconds=seconds))
+        # One look: an abort in another thread takes the store away, and gloo without a store ends the process.
+        store = self._store
+        if store is None:
+            raise RuntimeError("no group was opened, or it was aborted")
+        store.set_timeout(timedelta(seconds=seconds))
+        group = self._make(store, timedelta(seconds=seconds))
+        if self._store is not store:
+            self._end(group)
+            raise RuntimeError("the group was aborted while its members joined")
+        self._group = group
 
     def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:
         """Return the group once all members have joined."""
         raise NotImplementedError
+
+    def _end(self, group: Any) -> None:
+        """Leave a group, as far as it does more than to lose its last reference."""
+
+    def abort(self) -> None:
+        # Closes the connections of gloo, so that waiting workers fail at once: ``ProcessGroupGloo.abort`` closes none.
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            self._end(group)
 
     def broadcast(self, buffers: Sequence[Tensor], seconds: float) -> None:
         group, options = self._group, dist.BroadcastOptions()
@@ -135,10 +150,6 @@ class GlooCarrier(_StoreCarrier):
 
     def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, 0, self._size, timeout)
-
-    def abort(self) -> None:
-        # Closes the connections, so that waiting workers fail at once: ``ProcessGroupGloo.abort`` closes none.
-        self._group = self._store = None
 
 
 _NUMBERS = itertools.count()
@@ -188,12 +199,9 @@ class TorchCarrier(_StoreCarrier):
         _world.pg_group_ranks[group] = {rank: rank for rank in range(self._size)}
         return group
 
-    def abort(self) -> None:
-        group, self._group = self._group, None
-        self._store = None
-        if group is not None:
-            ignore_errors(group.abort)
-            ignore_errors(lambda: dist.destroy_process_group(group))
+    def _end(self, group: Any) -> None:
+        ignore_errors(group.abort)
+        ignore_errors(lambda: dist.destroy_process_group(group))
 
 
 class NCCLCarrier:

@@ -43,3 +43,48 @@ def test_members_that_wait_are_released_when_another_has_failed_and_the_trainer_
     carrier.abort()
     with pytest.raises(RuntimeError, match="closed"):
         received.result(30)
+
+
+class Recorded(GlooCarrier):
+    """Is aborted by another thread at some moment of a join, and keeps what it would give to gloo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:
+        self.given.append(store)
+        self.abort()
+        return "group"
+
+
+class AbortsFirst:
+    """A store whose first use finds the carrier aborted."""
+
+    def __init__(self, carrier: GlooCarrier) -> None:
+        self._carrier = carrier
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._carrier.abort()
+
+
+def test_join_that_was_aborted_never_gives_gloo_an_absent_store() -> None:
+    """gloo would end the process by a segmentation fault."""
+    carrier = Recorded()
+    carrier.open(2)
+    store: Any = AbortsFirst(carrier)
+    carrier._store = store
+    with pytest.raises(RuntimeError, match="aborted"):
+        carrier.join(1)
+    assert carrier.given == [store]
+    with pytest.raises(RuntimeError, match="no group was opened, or it was aborted"):
+        carrier.join(1)
+
+
+def test_group_that_was_aborted_while_its_members_joined_is_not_used() -> None:
+    carrier = Recorded()
+    carrier.open(2)
+    with pytest.raises(RuntimeError, match="aborted while its members joined"):
+        carrier.join(1)
+    with pytest.raises(RuntimeError, match="the group was aborted"):
+        carrier.broadcast([torch.zeros(1)], 1)
