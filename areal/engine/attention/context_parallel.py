@@ -21,6 +21,7 @@ from areal.engine.attention.gather_kv import gather_kv_attention, plan_keys, zig
 from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
 from areal.engine.attention.token_stream import TokenStream
 from areal.engine.attention.ulysses import ulysses_attention
+from areal.engine.recurrence.chunks import ChunkSizes, RunChunks
 from areal.utils.collectives import all_gather_rows
 
 ContextParallelMode = Literal["ulysses", "gather_kv"]
@@ -64,6 +65,7 @@ class ContextParallel:
     Args:
         group: the context-parallel ranks. ``None`` for a single rank, which then calls no collective.
         mode: see :data:`ContextParallelMode`. ``ulysses`` slices the stream contiguously, ``gather_kv`` in zig-zag.
+        recurrence: what recurrent layers need of a stream; ``None`` for a model without them.
 
     Attributes:
         size, rank: size of the group, and rank in it.
@@ -71,11 +73,17 @@ class ContextParallel:
         windows: windows of the layers that have run so far, in the mode ``gather_kv``.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, mode: ContextParallelMode = "ulysses") -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        mode: ContextParallelMode = "ulysses",
+        recurrence: ChunkSizes | None = None,
+    ) -> None:
         if mode not in get_args(ContextParallelMode):
             raise ValueError(f"context-parallel mode {mode!r}: choose one of {get_args(ContextParallelMode)}")
         self.group = group
         self.mode = mode
+        self.recurrence = recurrence
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         # Each rank has one contiguous slice in Ulysses, and two chunks of equal size in zig-zag order.
@@ -128,7 +136,8 @@ class ContextParallel:
         self._check_aligned(len(stream))
         # Keys for the windows that layers have asked for before.
         keys = {window: plan_keys(stream, self.rank, self.size, window, device) for window in self.windows}
-        return AttentionLayout(self, stream, stream.segments(device), keys)
+        chunks = None if self.recurrence is None else RunChunks.of(stream, self.recurrence).map(lambda x: x.to(device))
+        return AttentionLayout(self, stream, stream.segments(device), keys, chunks)
 
     def _check_aligned(self, length: int) -> None:
         if length % self.align:
@@ -147,12 +156,14 @@ class AttentionLayout:
         stream: the full stream, padding included.
         segments: attention segments of the full stream.
         keys: window -> attention segments of this rank's queries, for the mode ``gather_kv``.
+        chunks: chunks of the full stream for recurrent layers; ``None`` for a model without them.
     """
 
     cp: ContextParallel
     stream: TokenStream
     segments: Segments
     keys: dict[int | None, Segments] = field(default_factory=dict, repr=False)
+    chunks: RunChunks | None = field(default=None, repr=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Compute causal attention of this rank's tokens within their sequences. Collective with several ranks.
@@ -211,7 +222,11 @@ class _GatherStream(torch.autograd.Function):
 
 
 def context_parallel_of(
-    config: PretrainedConfig, dims: ParallelDims, requested: Literal["auto", "ulysses", "gather_kv"], ranks: DeviceMesh
+    config: PretrainedConfig,
+    dims: ParallelDims,
+    requested: Literal["auto", "ulysses", "gather_kv"],
+    ranks: DeviceMesh,
+    recurrence: ChunkSizes | None = None,
 ) -> ContextParallel:
     """Return the context parallelism of a layout of ranks for a model.
 
@@ -220,16 +235,17 @@ def context_parallel_of(
         dims: sizes of the layout.
         requested: mode from the engine's configuration.
         ranks: the axis ``cp`` of the device mesh.
+        recurrence: what recurrent layers of the model need of a stream.
 
     Raises:
         ValueError: see :func:`choose_mode`.
     """
     if dims.cp == 1:
-        return ContextParallel(None)
+        return ContextParallel(None, recurrence=recurrence)
     # Ulysses splits the heads that tensor parallelism leaves on a rank: at least one key head.
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = max(1, (getattr(text, "num_key_value_heads", None) or heads) // dims.tp)
     heads //= dims.tp
     mode = choose_mode(requested, dims.cp, heads, kv_heads)
-    return ContextParallel(ranks.get_group(), mode)
+    return ContextParallel(ranks.get_group(), mode, recurrence)

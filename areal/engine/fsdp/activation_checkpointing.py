@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,11 @@ from areal.api.config import ActivationCheckpointing
 
 _aten = torch.ops.aten
 
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_Context = AbstractContextManager[Any]
+_Contexts = tuple[_Context, _Context]
+
+Remember = Callable[[], Callable[[], AbstractContextManager[None]]]
+"""Function of :attr:`RecomputedForward.remember`."""
 
 _SAVED_OPS = (
     _aten.mm.default,
@@ -83,13 +87,13 @@ class RecomputedForward:
         contexts: returns the contexts of the forward and of the recomputation.
 
     Attributes:
-        remember: functions that are called in the forward. Each returns a function that is called before the recomputation, to restore state
-            which the layer reads.
+        remember: functions that are called in the forward. Each returns a function whose context surrounds the recomputation, and restores
+            state which the layer reads.
     """
 
     def __init__(self, inner: Callable[..., Any], contexts: Callable[[], _Contexts] | None) -> None:
         self._inner, self._contexts = inner, contexts
-        self.remember: list[Callable[[], Callable[[], None]]] = []
+        self.remember: list[Remember] = []
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if not self.remember and self._contexts is None:
@@ -103,18 +107,19 @@ class RecomputedForward:
 
 
 class _Restored(AbstractContextManager[None]):
-    """Context of a recomputation that calls functions first. A second backward through the same layer enters it again."""
+    """Context of a recomputation inside of others. A second backward through the same layer enters it again."""
 
-    def __init__(self, restore: Sequence[Callable[[], None]], inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, restore: Sequence[Callable[[], _Context]], inner: _Context) -> None:
         self._restore, self._inner = restore, inner
+        self._entered = ExitStack()
 
     def __enter__(self) -> None:
         for restore in self._restore:
-            restore()
-        self._inner.__enter__()
+            self._entered.enter_context(restore())
+        self._entered.enter_context(self._inner)
 
     def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
+        self._entered.__exit__(*error)
 
 
 def _selective_contexts(saved: frozenset[Any]) -> _Contexts:

@@ -38,13 +38,14 @@ from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
 from areal.engine.model.fused_layers import LayerFunctions, fuse_layers, fused_kinds, replace_linears
-from areal.engine.model.hub import max_positions, read_config
+from areal.engine.model.hub import cast_parameters, max_positions, read_config
 from areal.engine.model.liger import liger_functions
 from areal.engine.model.media import check_media, media_tokens
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, global_norm, scale, torch_optimizer
 from areal.engine.options import MODEL_OPTIONS
+from areal.engine.recurrence.head_exchange import check_heads
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.engine.torch.checkpoint import ShardedCheckpointer
 from areal.engine.torch.model_chunks import ModelChunks
@@ -96,7 +97,8 @@ class FSDPEngine(BaseTrainEngine):
             self._closers.append(functools.partial(release_groups, expert_mesh))
         # The sharded model with its weights, and all that works on its shards.
         chunks = self._build_chunks(hf_config, param_mesh, expert_mesh, functions)
-        cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
+        recurrence = None if self._rows else chunks.full_model.recurrence
+        cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"], recurrence)
         optimizer = self._build_optimizer(chunks, spec)
         memory = ShardedOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
         self._gradients = grad.FSDPGradients(TiedGradients(chunks) if self.dims.pp > 1 else None, memory)
@@ -287,9 +289,13 @@ class FSDPEngine(BaseTrainEngine):
                 keep_bytes=config.kept_logits_bytes,
                 own_head=self._own_head,
             )
+            # FSDP shards parameters of one dtype.
+            cast_parameters(model, torch_dtype(config.master_dtype))
             # Adapters are trained instead.
             if config.lora is not None:
                 model.requires_grad_(False)
+        if model.recurrence is not None and not self._rows:
+            check_heads(hf, hf_config.model_type, self.dims.cp)
         return model
 
     def _build_optimizer(self, chunks: ModelChunks, spec: FinetuneSpec) -> ClippingOptimizer | None:

@@ -8,7 +8,8 @@ experts than the others, but at least one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
+from areal.engine.fsdp.activation_checkpointing import Remember
 from areal.utils.collectives import ExchangeRows, exchange_counts
 from areal.utils.dtensor import local_part
 from areal.utils.platform import is_planned
@@ -96,7 +98,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         experts.forward = _DispatchedExperts(experts, per_rank, mesh.get_group())
 
 
-def keep_dispatch(layer: nn.Module) -> Callable[[], Callable[[], None]] | None:
+def keep_dispatch(layer: nn.Module) -> Remember | None:
     """Let the experts of a layer keep the plans of their exchanges from the forward to its recomputation.
 
     Returns:
@@ -107,12 +109,14 @@ def keep_dispatch(layer: nn.Module) -> Callable[[], Callable[[], None]] | None:
     forwards = [module.forward for module in layer.modules()]
     spread = [forward for forward in forwards if isinstance(forward, _DispatchedExperts)]
 
-    def remember() -> Callable[[], None]:
+    def remember() -> Callable[[], contextlib.AbstractContextManager[None]]:
         kept = [experts.keep() for experts in spread]
 
-        def restore() -> None:
+        @contextlib.contextmanager
+        def restore() -> Iterator[None]:
             for experts, plans in zip(spread, kept, strict=True):
                 experts.use(plans)
+            yield
 
         return restore
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -99,10 +100,17 @@ class _ChunkSlots:
         for name, slot in self._slots.items():
             slot.pair = pairs.get(name)
 
-    def remember(self) -> Callable[[], None]:
+    def remember(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Return a function that fills the slots as now. A pipeline recomputes a layer after the forward of a later micro-batch."""
         runs = self._runs
-        return lambda: None if self._runs is runs else self.fill(runs)
+
+        @contextlib.contextmanager
+        def restore() -> Iterator[None]:
+            if self._runs is not runs:
+                self.fill(runs)
+            yield
+
+        return restore
 
 
 def _with_adapter(inner: Callable[[Tensor], Tensor], slot: _AdapterSlot) -> Callable[[Tensor], Tensor]:

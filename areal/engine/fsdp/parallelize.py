@@ -19,6 +19,7 @@ from areal.engine.fsdp.gathered_tokens import keep_gathered
 from areal.engine.fsdp.tensor_parallel import split_tensors
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.recurrence.functions import keep_running
 from areal.utils.mesh import submesh
 
 
@@ -95,6 +96,7 @@ def checkpoint_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing,
     for layer in layers:
         if isinstance(layer.forward, RecomputedForward):
             keep_gathered(layer)
+            layer.forward.remember.append(keep_running)
             remember = keep_dispatch(layer)
             if remember is not None:
                 layer.forward.remember.append(remember)

@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 TESTED_FAMILIES = frozenset({"deepseek_v3", "gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"})
 """Model types whose packed results the tests compare with transformers. For others, a probe decides whether they are packed."""
 
-_PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_PACKABLE_LAYERS = _ATTENTION_LAYERS | {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
+"""Kinds of layers that may be packed. Whether those of a family keep sequences apart, its tiny copy shows."""
+
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -87,7 +90,8 @@ def _declared_obstacle(config: PretrainedConfig) -> str | None:
     """Return what excludes packing in a configuration: other components, a kind of layer, or dropout of attention weights."""
     if config.get_text_config() is not config:
         return f"model_type = {config.model_type!r} has components in addition to its language model"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS)
+    known = _ATTENTION_LAYERS if config.model_type in TESTED_FAMILIES else _PACKABLE_LAYERS
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         return f"its layer_types has {', '.join(others)}"
     rates = {name: getattr(config, name, None) for name in _DROPOUTS}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 MODEL_FILES = (
@@ -86,3 +88,17 @@ def copy_model_files(source: str, draft: Path) -> list[str]:
 def experts_per_layer(config: PretrainedConfig) -> int:
     """Return the number of experts in each layer that has experts, else 0."""
     return getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 0
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give all floating-point parameters of a model on the meta device one dtype, in place. Buffers keep theirs.
+
+    Some families make parameters of recurrent layers in float32, whatever the model's dtype is.
+    """
+    cast: dict[int, nn.Parameter] = {}  # a parameter may have several owners
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                if id(parameter) not in cast:
+                    cast[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                module._parameters[name] = cast[id(parameter)]

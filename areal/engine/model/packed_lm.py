@@ -7,6 +7,7 @@ logits are requested.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from areal.engine.loss_step import split_outputs
 from areal.engine.model.classifier import make_value_head
 from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, decoder_of, head_of_runs, no_update
 from areal.engine.moe.routing import ExpertRouting, Routing
+from areal.engine.recurrence.functions import replace_functions, running
 from areal.engine.stream.layout import AdapterRuns, layout_of, pad_rows
 from areal.utils.dtensor import local_part
 
@@ -78,6 +80,7 @@ class PackedCausalLM(nn.Module):
         vocab_group: ranks that the output head is sharded over, or ``None``.
         has_head: False for a pipeline stage before the last.
         head_update: function that returns the low-rank update of the output head by an adapter, or ``None`` without one.
+        recurrence: what recurrent layers of the model need of a stream; ``None`` for a model without them.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class PackedCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.hf = hf
+        self.recurrence = replace_functions(hf)
         self._own_head = OwnHead(hf) if own_head else None
         like, width = hf.get_output_embeddings().weight, hf.config.get_text_config().hidden_size
         self.value_head = make_value_head(hf.config, width, like) if value_head else None
@@ -158,14 +162,15 @@ class PackedCausalLM(nn.Module):
         """Run the backbone on all sequences end to end, ``[1, T]``."""
         # A later pipeline stage starts from hidden states instead of token ids.
         entry = {"input_ids": inputs.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
-        result = decoder_of(self.hf)(
-            **entry,
-            position_ids=inputs.position_ids[None],
-            attention_mask=None,
-            use_cache=False,
-            packed=inputs.layout,
-            **_for_routers(inputs),
-        )
+        with nullcontext() if self.recurrence is None else running(inputs.layout):
+            result = decoder_of(self.hf)(
+                **entry,
+                position_ids=inputs.position_ids[None],
+                attention_mask=None,
+                use_cache=False,
+                packed=inputs.layout,
+                **_for_routers(inputs),
+            )
         return result.last_hidden_state
 
     def _run_rows(self, inputs: ModelInputs) -> Tensor:

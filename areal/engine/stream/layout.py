@@ -18,6 +18,7 @@ from areal.engine.attention.context_parallel import AttentionLayout, ContextPara
 from areal.engine.attention.kernels import Segments, TakeRows
 from areal.engine.attention.token_stream import TokenStream
 from areal.engine.faults import map_outputs
+from areal.engine.recurrence.chunks import RunChunks
 from areal.utils.host_copy import HostCopy, TensorMap
 
 Runs = tuple[tuple[str, int], ...]
@@ -185,6 +186,7 @@ class StreamLayout:
         wanted: int64. Indices of this rank's tokens (rows) with outputs; ``None`` for all.
         shared: index tensors of shared prefixes; ``None`` without them.
         adapters: runs of this rank's tokens with one adapter; ``None`` for the selected adapter.
+        chunks: chunks of the full stream for recurrent layers; ``None`` for a model without them.
     """
 
     split: tuple[str, int, int]
@@ -196,6 +198,7 @@ class StreamLayout:
     wanted: Tensor | None
     shared: SharedPrefixIndex | None
     adapters: AdapterRuns | None = None
+    chunks: RunChunks | None = None
 
     @classmethod
     def of(
@@ -250,6 +253,7 @@ class StreamLayout:
             wanted=wanted,
             shared=shared,
             adapters=runs,
+            chunks=None if attention is None else attention.chunks,
         )
 
     def map(self, fn: TensorMap) -> StreamLayout:
@@ -265,6 +269,7 @@ class StreamLayout:
             rows=None if self.rows is None else (fn(self.rows[0]), *self.rows[1:]),
             wanted=None if self.wanted is None else fn(self.wanted),
             shared=shared,
+            chunks=None if self.chunks is None else self.chunks.map(fn),
         )
 
     def attention(self, cp: ContextParallel) -> AttentionLayout | None:
@@ -273,7 +278,7 @@ class StreamLayout:
             return None
         # New segments: the masks that layers keep in them are freed with the forward.
         keys = {window: replace(segments) for window, segments in self.keys.items()}
-        return AttentionLayout(cp, self.stream, replace(self.segments), keys)
+        return AttentionLayout(cp, self.stream, replace(self.segments), keys, self.chunks)
 
 
 def layout_of(mb: MicroBatch, cp: ContextParallel, *, rows: bool) -> StreamLayout:

@@ -173,10 +173,10 @@ def check_chain(hf: PreTrainedModel, names: DecoderNames) -> None:
     """Check that a decoder does not change hidden states outside its layers: every stage would repeat the change.
 
     The check runs the decoder with :class:`PassThrough` modules for embedding, layers and norm. The output must be
-    the input plus the change of the last layer.
+    the input plus the change of the last layer, and no layer may see the decoder's input beside its own: a later stage has it not.
 
     Raises:
-        ValueError: the decoder changes hidden states elsewhere, or does not run on them.
+        ValueError: the decoder changes hidden states elsewhere, or hands its input to layers, or does not run on them.
     """
     probe: Any = copy.deepcopy(decoder_of(hf))
     layers, seen = getattr(probe, names.layers), list[Tensor]()
@@ -193,15 +193,27 @@ def check_chain(hf: PreTrainedModel, names: DecoderNames) -> None:
     layers[-1].register_forward_hook(lambda module, args, out: out + 1)
     getattr(probe, names.norm).register_forward_hook(lambda module, args, out: seen.append(args[0]))
     x = torch.rand(1, 2, hf.config.get_text_config().hidden_size)
+    beside: list[bool] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(
+            lambda module, args, options: beside.extend(_is_equal(each, x) for each in (*args[1:], *options.values())),
+            with_kwargs=True,
+        )
     try:
         out = probe(inputs_embeds=x, position_ids=torch.arange(2)[None], attention_mask=None, use_cache=False)
         # Both the norm's input and the output must be exactly x + 1.
         unchanged = bool(torch.equal(out.last_hidden_state, x + 1) and len(seen) == 1 and torch.equal(seen[0], x + 1))
         why = "changes hidden states outside its layers"
+        if any(beside):
+            unchanged, why = False, "gives layers its input beside the hidden states before them"
     except Exception as error:
         unchanged, why = False, f"does not run on hidden states ({type(error).__name__}: {error})"
     if not unchanged:
         raise ValueError(_not_splittable(hf, why))
+
+
+def _is_equal(value: Any, x: Tensor) -> bool:
+    return isinstance(value, Tensor) and torch.equal(value, x)
 
 
 def build_stage(full_model: PackedCausalLM, split: PipelineSplit, stage: int) -> PackedCausalLM:

@@ -58,6 +58,9 @@ class Reference:
             self.model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
             ).eval()
+            # Some families make parameters in float32 whatever the dtype is.
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(torch.float64)
             if adapter is not None:
                 self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).double().eval()
         self._temperature = temperature

@@ -191,7 +191,7 @@ def test_probe_agrees_with_known_families(family: str) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (small("qwen3_next"), "linear_attention"),
+        (small("minimax"), "differ by"),
         (small("rwkv"), "differ by"),
         (small("bloom"), "differ by"),
         (small("stablelm"), "needs packed=AttentionLayout"),
@@ -221,7 +221,7 @@ def test_unpacked_model_runs_one_sequence_per_row(caplog: pytest.LogCaptureFixtu
 
 
 def test_probe_detects_leak_in_an_unknown_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small("qwen3_next")
+    config = small("minimax")
     result = probe(config, PACKED_ATTENTION)
     assert "differ by" in result.packed
     assert result == ProbeResult(packed=result.packed)

@@ -1,0 +1,158 @@
+"""Families with recurrent layers, packed: outputs and gradients of every layout beside transformers, one sequence at a time, in float64."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from areal.api import Batch, MicroBatchSpec, ParallelDims, TokenOutputs
+from areal.engine.recurrence import functions
+from areal.tests.grid.cases import CASES, samples
+from areal.tests.grid.compare import assert_rows, assert_tensors
+from areal.tests.grid.float64_mode import float64_everywhere
+from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
+from areal.tests.grid.reference import Reference
+from areal.tests.harness.tiny import family_dir, gradients_of, started, writing
+from areal.tests.harness.world import cached, record
+
+VOCAB = 112
+FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
+
+
+def loss(out: TokenOutputs, batch: Batch) -> Tensor:
+    return -(out.logprobs * batch["advantages"] * batch["loss_mask"]).sum()
+
+
+def gradients_as_in_files(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the gradients under the names that transformers writes: it saves a model whose weights they are."""
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for buffer in model.buffers():
+        buffer.data = torch.full_like(buffer, torch.nan, dtype=torch.float64)
+    with tempfile.TemporaryDirectory() as folder, writing():
+        model.save_pretrained(folder)
+        saved = load_file(Path(folder) / "model.safetensors")
+    return {name: tensor for name, tensor in saved.items() if not tensor.isnan().all()}
+
+
+def expected(path: str, case: str) -> tuple[Any, list[Tensor]]:
+    def compute() -> tuple[Any, list[Tensor]]:
+        reference, batch = Reference(path), samples(CASES[case])
+        logprobs = reference.forward(batch, ("logprobs",))["logprobs"]
+        reference.step(batch, loss, lambda batch: batch["loss_mask"].sum(), divide_by=1.0)
+        return gradients_as_in_files(reference.model), logprobs
+
+    return cached("recurrent", (path, case), compute)
+
+
+def check(family: str, backend: str, case: str = "ragged", **options: Any) -> None:
+    """Compare the log-probs and all gradients of an engine with the reference."""
+    path = family_dir(family, vocab_size=VOCAB)
+    gradients, logprobs = expected(path, case)
+    options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=72), **FLOAT64, **options}
+    # Small chunks, so that sequences cross the borders of many.
+    sizes = {"_LARGEST_CHUNK": 8, "_CHUNKS": {"mamba_selective_scan": 1}}
+    with (
+        mock.patch.multiple(functions, **sizes),
+        float64_everywhere(),
+        started(backend, path=path, **options) as engine,
+    ):
+        assert not engine._components.rows
+        everything = samples(CASES[case])
+        local = list(range(len(everything)))[engine.dp_rank :: engine.dp_size]
+        batch = [everything[i] for i in local]
+        out = engine.forward_batch(batch)
+        engine.forward_backward(batch, loss, normalization="sum")
+        of_rows = assert_rows(out, logprobs, local, 1e-10)
+        error = assert_tensors(gradients_of(engine).items(), gradients, 1e-10)
+    record("recurrent layers: log-probs, gradients", f"{family} {backend}", error=f"{of_rows:.0e} {error:.0e}")
+
+
+WAYS = {
+    "c2-ulysses": {"fsdp": {"context_parallel": "ulysses"}},
+    "c2-gather_kv": {"fsdp": {"context_parallel": "gather_kv"}},
+    "d2": {},
+    "p2": {},
+    "d1-shared": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=72, share_prefixes=True)},
+    "c2-shared": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=72, share_prefixes=True)},
+    "d1-full": {"activation_checkpointing": "full"},
+    "p2-full": {"activation_checkpointing": "full"},
+    "d1-selective": {"activation_checkpointing": "selective"},
+}
+"""Options of an engine by its layout and what they do."""
+
+
+def marked(way: str) -> Any:
+    world = ParallelDims.parse(f"fsdp:{way.partition('-')[0]}").world_size
+    return pytest.param(way, marks=pytest.mark.world(world))
+
+
+@pytest.mark.parametrize("way", [marked(way) for way in WAYS])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2", "zamba2"])
+def test_layouts_compute_the_same(family: str, way: str) -> None:
+    if family == "zamba2" and way.startswith("p2"):
+        pytest.skip("its decoder is no chain of layers, and is refused")
+    layout = way.partition("-")[0]
+    check(family, f"fsdp:{layout}", "family" if "shared" in way else "ragged", **WAYS[way])
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("family", sorted(RECURRENT_FAMILIES))
+def test_packed_sequences_are_those_of_transformers(family: str) -> None:
+    check(family, "fsdp:d1")
+
+
+@pytest.mark.parametrize("way", [marked("d1-full"), marked("p2-full")])
+def test_every_layer_calls_the_packed_functions_again_when_it_is_recomputed(way: str) -> None:
+    """A layer that called the functions of transformers would still run."""
+    calls: Counter[tuple[str, bool]] = Counter()
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls[self.__name__, functions._running.get() is not None] += 1
+        return call(self, *args, **options)
+
+    path = family_dir("qwen3_next", vocab_size=VOCAB)
+    batch = samples(CASES["ragged"])
+    spec = MicroBatchSpec(max_tokens_per_mb=72)
+    with started(f"fsdp:{way[:2]}", path=path, mb_spec=spec, **WAYS[way]) as engine:
+        call = functions._Replaced.__call__
+        with mock.patch.object(functions._Replaced, "__call__", counted):
+            engine.train_batch(batch, loss)
+        # Once in the forward and once in the backward of a micro-batch, in each layer of this stage with linear attention.
+        layers = sum(isinstance(module, torch.nn.Conv1d) for module in engine._components.model.modules())
+        times = 2 * layers * len(engine.microbatches(batch))
+    assert layers == 2 or way.startswith("p2")  # the second stage has layers of attention
+    assert calls == Counter({("causal_conv1d_fn", True): times, ("torch_chunk_gated_delta_rule", True): times})
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("family", "backend", "changes", "message"),
+    [
+        ("zamba2", "fsdp:p2", {}, "'zamba2' cannot be cut into pipeline stages.*its input beside the hidden states"),
+        ("qwen3_next", "fsdp:t2", {}, "'qwen3_next' has no tensor-parallel plan on the fsdp engine"),
+        (
+            "qwen3_next",
+            "fsdp:c2",
+            {"linear_num_value_heads": 3, "linear_num_key_heads": 3},
+            "3 heads.*do not divide over 2",
+        ),
+        ("qwen3_next", "megatron:d2", {}, "qwen3_next"),
+    ],
+    ids=["chain", "tensor", "heads", "megatron"],
+)
+def test_layouts_that_cannot_carry_the_state_are_refused(
+    family: str, backend: str, changes: dict[str, Any], message: str
+) -> None:
+    path = family_dir(family, vocab_size=VOCAB, **changes)
+    with pytest.raises(ValueError, match=message), started(backend, path=path):
+        raise AssertionError("not reached")

@@ -1,0 +1,90 @@
+"""Bugs of recurrent layers that the suite must catch: states and convolutions that pass over borders, or stop at others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.engine.recurrence import functions
+from areal.tests.mutants.planting import Function, mutant
+
+ALONE = "dist/parallel/test_recurrent_layers.py::test_packed_sequences_are_those_of_transformers[w1-{}]"
+REFUSED = "dist/parallel/test_recurrent_layers.py::test_layouts_that_cannot_carry_the_state_are_refused[w2-chain]"
+LAYOUT = "dist/parallel/test_recurrent_layers.py::test_layouts_compute_the_same[{}]"
+
+
+@mutant(
+    "areal.engine.recurrence.chunks:_before",
+    ALONE.format("qwen3_next"),
+    ALONE.format("nemotron_h"),
+    ALONE.format("mamba"),
+    ALONE.format("lfm2"),
+)
+def state_leaks_over_a_border(right: Function) -> Function:
+    """States and convolutions go on into the next sequence."""
+    return lambda stream: torch.arange(-1, len(stream) - 1)
+
+
+@mutant("areal.engine.recurrence.chunks:_contexts", ALONE.format("qwen3_next"), ALONE.format("kimi_linear"))
+def borders_reach_one_of_two_operations(right: Function) -> Function:
+    """The state begins anew with a sequence, and the convolution before it does not."""
+    return lambda before, context: right(torch.arange(-1, len(before) - 1), context)
+
+
+@mutant("areal.engine.recurrence.chunks:RunChunks.scan", ALONE.format("qwen3_next"), ALONE.format("mamba2"))
+def every_chunk_begins_anew(right: Function) -> Function:
+    """No state passes from a chunk to the next one."""
+    return lambda self, step, start: start.expand(sum(self.counts), *start.shape)
+
+
+@mutant(
+    "areal.engine.recurrence.chunks:_before", LAYOUT.format("qwen3_next-d1-shared"), LAYOUT.format("lfm2-d1-shared")
+)
+def branch_starts_from_the_wrong_run(right: Function) -> Function:
+    """A branch goes on from the end of the run in front of it, instead of from its prefix."""
+
+    def wrong(stream: Any) -> Tensor:
+        before = right(stream)
+        return torch.where(before < 0, before, torch.arange(-1, len(before) - 1))
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.recurrence.functions:_Replaced.__call__",
+    LAYOUT.format("qwen3_next-c2-ulysses"),
+    LAYOUT.format("lfm2-c2-ulysses"),
+)
+def convolution_restarts_at_a_border_of_ranks(right: Function) -> Function:
+    """Each rank convolves its own tokens, as if they were all."""
+
+    def wrong(self: Any, *args: Any, **options: Any) -> Any:
+        layout = functions._running.get()
+        if layout is not None and layout.cp.size > 1 and self.__name__ == "causal_conv1d_fn":
+            return self._original(*args, **options)
+        return right(self, *args, **options)
+
+    return wrong
+
+
+@mutant("areal.engine.recurrence.head_exchange:zigzag_restore", LAYOUT.format("qwen3_next-c2-gather_kv"))
+def stream_of_heads_in_the_order_of_ranks(right: Function) -> Function:
+    """Recurrent layers see the tokens in the order of the ranks, not of the stream."""
+    return lambda stream, size: stream
+
+
+@mutant("areal.engine.recurrence.head_exchange:HeadExchange.part", LAYOUT.format("nemotron_h-c2-ulysses"))
+def decay_of_other_heads(right: Function) -> Function:
+    """Every rank takes the weights of the first rank's heads."""
+    return lambda self, weight: weight.chunk(self._cp.size)[0]
+
+
+@mutant(
+    "areal.engine.torch.pipeline_split:_is_equal",
+    REFUSED,
+)
+def later_stages_lack_the_embedding(right: Function) -> Function:
+    """A decoder whose layers see its input is cut into stages."""
+    return lambda value, x: False
