@@ -17,6 +17,7 @@ from areal.api.config import TrainEngineConfig
 from areal.engine.jax.lora.contribution import FactorUse
 from areal.engine.jax.mesh import STREAMS, bounds, gathered_spec, row_spec, stored_spec, ways
 from areal.engine.jax.model.architecture import LAYER, Architecture
+from areal.engine.jax.model.attention import block_on
 from areal.engine.jax.model.fused_attention import Kernel, kernel_for
 from areal.engine.jax.model.products import Numbers, WeightUse
 
@@ -71,6 +72,11 @@ class ModelSpec:
             trained=config.lora is None,
             kernel=kernel if config.jax.attention_kernel else None,
         )
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of attention."""
+        return block_on(self.mesh.devices.flat[0].platform)
 
     def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
         """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
