@@ -85,7 +85,7 @@ def _forward(
     block = visibility.block
     before = first_query // block
     stats = jnp.promote_types(q.dtype, jnp.float32)
-    queries, keys, values = _by_heads(q), _by_heads(k), _by_heads(v)
+    queries, keys, values = _by_heads(q), _by_heads(k), v.transpose(1, 2, 0)
 
     def of_block(own: Array) -> tuple[Array, Array]:
         rows, b = _rows(queries, own, block), before + own
@@ -96,7 +96,7 @@ def _forward(
             new_top = jnp.maximum(top, scores.max(1))
             weights, kept = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
             product = jnp.einsum(
-                "nkd,nkgq->ndgq", _rows(values, j, block), weights.astype(v.dtype), preferred_element_type=stats
+                "ndk,nkgq->ndgq", _places(values, j, block), weights.astype(v.dtype), preferred_element_type=stats
             )
             return new_top, total * kept + weights.sum(1), out * kept[:, None] + product
 
@@ -119,10 +119,11 @@ def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array, Array, None, No
     # The gradient of a softmax subtracts the mean of the gradients of its weights, which is this product.
     means = (grad.astype(stats) * out.astype(stats)).sum(-1).transpose(1, 2, 0)
     all_queries, all_keys, all_values, all_grads = _by_heads(q), _by_heads(k), _by_heads(v), _by_heads(grad)
+    transposed = k.transpose(1, 2, 0)
 
     def of_block(carry: tuple[Array, Array], own: Array) -> tuple[tuple[Array, Array], Array]:
         queries, grads, lse = _rows(all_queries, own, block), _rows(all_grads, own, block), all_lse[own]
-        mean, b = lax.dynamic_slice_in_dim(means, own * block, block, 2), before + own
+        mean, b = _places(means, own, block), before + own
 
         def add_keys(j: Array, inner: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             grad_q, grad_k, grad_v = inner
@@ -130,7 +131,9 @@ def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array, Array, None, No
             weights = jnp.exp(_scores(queries, keys, visibility, b, j, window, block) - lse[:, None])
             of_weights = jnp.einsum("nkd,ngqd->nkgq", values, grads, preferred_element_type=stats)
             of_scores = (weights * (of_weights - mean[:, None]) * d**-0.5).astype(q.dtype)
-            grad_q += jnp.einsum("nkd,nkgq->ndgq", keys, of_scores, preferred_element_type=stats)
+            grad_q += jnp.einsum(
+                "ndk,nkgq->ndgq", _places(transposed, j, block), of_scores, preferred_element_type=stats
+            )
             of_keys = jnp.einsum("nkgq,ngqd->nkd", of_scores, queries, preferred_element_type=stats)
             of_values = jnp.einsum("nkgq,ngqd->nkd", weights.astype(q.dtype), grads, preferred_element_type=stats)
             return grad_q, _add_rows(grad_k, of_keys, j), _add_rows(grad_v, of_values, j)
@@ -169,7 +172,7 @@ def _by_heads(x: Array) -> Array:
 
 
 def _places(x: Array, index: Array, block: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, index * block, block)
+    return lax.dynamic_slice_in_dim(x, index * block, block, x.ndim - 1)
 
 
 def _rows(x: Array, index: Array, block: int) -> Array:

@@ -100,31 +100,40 @@ def _of_head(
     """Compute the outputs that need the head, in chunks of rows. The backward computes their logits again, unless they may be kept."""
     weight, use = _head(spec, params)
 
-    split, join = _chunks(spec, hidden.shape[1])
-    chunks: _Chunk = jax.tree.map(split, (hidden, rows.targets, rows.temperature, slots))
+    parts, rows_of_part = spec.mesh.shape["cp"], hidden.shape[1] // spec.mesh.shape["cp"]
+    size = math.gcd(rows_of_part, _CHUNK)
     products = None
     if hidden.shape[1] * len(weight) * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes:
         # One product for all chunks, outside of their loop, which would copy the results of each into an array of zeros.
-        products = lax.stop_gradient(jax.vmap(functools.partial(linear, weight=weight, use=use))(chunks[0]))
+        products = lax.stop_gradient(linear(hidden, weight, use))
+        products = products.reshape(len(products), parts, -1, size, len(weight))
 
-    def of_chunk(product: Product, chunk: tuple[_Chunk, Array | None]) -> Outputs:
-        (states, targets, temperature, slots), known = chunk
+    def of_chunk(product: Product, products: Array | None, chunk: tuple[Array, _Chunk]) -> Outputs:
+        index, (states, targets, temperature, slots) = chunk
+        known = None
+        if products is not None:
+            known = lax.dynamic_index_in_dim(products, index, 2, keepdims=False).reshape(*states.shape[:2], -1)
         logits = _logits(spec, params, product(states, known), states, temperature, slots)
         return _statistics(logits, targets, wanted)
 
-    def loop(weight: Array, chunks: tuple[_Chunk, Array | None]) -> Outputs:
-        of = functools.partial(of_chunk, gathered_linear(weight, use))
+    def loop(weight: Array, products: Array | None, arrays: _Chunk) -> Outputs:
+        of = functools.partial(of_chunk, gathered_linear(weight, use), products)
         # In a loop nothing can be computed once for both passes; a barrier against it would keep unused arrays.
-        return lax.map(jax.checkpoint(of, prevent_cse=False), chunks)
+        return _by_chunks(jax.checkpoint(of, prevent_cse=False), arrays, parts, size)
 
     # The backward gathers the weight again: a gathered weight is not kept.
-    return jax.tree.map(join, jax.checkpoint(loop)(weight, (chunks, products)))
+    return jax.checkpoint(loop)(weight, products, (hidden, rows.targets, rows.temperature, slots))
 
 
-def _chunks(spec: ModelSpec, rows: int) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-    """Return the functions that divide ``[D, R, ...]`` arrays into chunks, and join them. A chunk has rows of every part of ``R`` over ``cp``."""
-    parts = spec.mesh.shape["cp"]
-    size = math.gcd(rows // parts, _CHUNK)
+def _by_chunks(of: Callable[[tuple[Array, _Chunk]], Outputs], arrays: _Chunk, parts: int, size: int) -> Outputs:
+    """Apply a function to chunks of ``[D, R, ...]`` arrays, one after the other, and to their indices.
+
+    Args:
+        of: the function.
+        arrays: of all rows.
+        parts: of ``R`` over ``cp``. Each chunk has rows of every part.
+        size: rows of a part in a chunk.
+    """
 
     def split(x: Array) -> Array:
         chunks = jnp.moveaxis(x.reshape(len(x), parts, -1, size, *x.shape[2:]), 2, 0)
@@ -134,7 +143,8 @@ def _chunks(spec: ModelSpec, rows: int) -> tuple[Callable[[Array], Array], Calla
         rows = jnp.moveaxis(x.reshape(*x.shape[:2], parts, size, *x.shape[3:]), 0, 2)
         return rows.reshape(len(rows), -1, *x.shape[3:])
 
-    return split, join
+    chunks = jax.tree.map(split, arrays)
+    return jax.tree.map(join, lax.map(of, (jnp.arange(len(chunks[0]), dtype=jnp.int32), chunks)))
 
 
 def _statistics(logits: Array, targets: Array, wanted: Wanted) -> Outputs:
