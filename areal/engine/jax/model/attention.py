@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 ATTENTION = "attention"
+"""Name of the results of attention, which may be kept for the backward."""
 
 BLOCK = 128
 """Queries, and keys, that are computed together. The length of a longer stream is a multiple."""

@@ -26,7 +26,8 @@ from areal.engine.jax.model.products import linear, lookup, scaled, shifted
 from areal.engine.jax.model.spec import ModelSpec, Params
 
 
-PROJECTION = "projection"
+_PROJECTION = "projection"
+"""Name of the results of linear layers, which may be kept for the backward."""
 
 
 class Stream(NamedTuple):
@@ -50,8 +51,13 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
     def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
         return _layer(spec, row[0], hidden, stream, rotate, row[1]), None
 
-    keep = jax.checkpoint_policies.save_only_these_names(*([] if spec.recompute else [PROJECTION, ATTENTION]))
-    body = jax.checkpoint(layer, prevent_cse=False, policy=keep)
+    body: Any = layer
+    if spec.recompute:
+        body = jax.checkpoint(layer)
+    elif spec.arch.experts is None and spec.on_cpu:
+        # Elementwise functions are computed again: on a CPU, new memory for their results takes longer.
+        keep = jax.checkpoint_policies.save_only_these_names(_PROJECTION, ATTENTION)
+        body = jax.checkpoint(layer, prevent_cse=False, policy=keep)
     rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
     return lax.scan(body, spec.spread(hidden, "cp"), rows)[0]
 
@@ -96,7 +102,7 @@ def _project(spec: ModelSpec, weights: Mapping[str, Array], slots: Array | None,
     y = linear(x, weight, spec.use(f"{LAYER}{name}.weight", weight.shape))
     y = add_adapters(y, x, weights, name, slots, spec.use_of_factors())
     y = y if bias is None else shifted(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
-    return checkpoint_name(y, PROJECTION)
+    return checkpoint_name(y, _PROJECTION)
 
 
 def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:

@@ -205,9 +205,7 @@ def _loop_forward(
     return _loop_linear(x, weight, sums, known, use), (x, weight)
 
 
-def _loop_backward(
-    use: WeightUse, saved: tuple[Array, Array], grad: Array
-) -> tuple[Array, None, Array | None, None]:
+def _loop_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array | None, None]:
     x, weight = saved
     grad_x = jnp.einsum("dto,oi->dti", grad, weight).astype(x.dtype)
     if not use.trained:
