@@ -25,7 +25,6 @@ from areal.engine.jax.model.fused_attention import kernel_attention
 from areal.engine.jax.model.products import linear, lookup, scaled, shifted
 from areal.engine.jax.model.spec import ModelSpec, Params
 
-
 _PROJECTION = "projection"
 """Name of the results of linear layers, which may be kept for the backward."""
 
