@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,7 +59,8 @@ class Residuals:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
-    return compute_outputs(spec, wanted, params, stream, rows)
+    # Without a backward, no logits are kept for it.
+    return compute_outputs(replace(spec, keep_bytes=0), wanted, params, stream, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

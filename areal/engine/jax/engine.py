@@ -117,7 +117,7 @@ class JAXEngine(BaseTrainEngine):
         inputs = LocalStreams(mb, outputs, self.config.temperature, self._n_streams)
         # All ranks run the same program.
         sizes = Sizes.largest(self.control.gather(inputs.sizes)) if self.control.size > 1 else inputs.sizes
-        arrays = inputs.arrays(sizes, self._spec.numbers.stats, self.dims.cp)
+        arrays = inputs.arrays(sizes, self._spec.numbers.stats, self.dims.cp, self._spec.block)
         self._compiles.shapes = f"{arrays['ids'].shape[1]} tokens, {arrays['places'].shape[1]} rows"
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
         factors = None if model.factors is None else model.factors.stack(inputs.adapters, sizes)

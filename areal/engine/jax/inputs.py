@@ -125,8 +125,11 @@ class StreamInputs:
         slots, shared = power_of_two(len(self._names) or 1), self._mb.tree is not None
         return Sizes(n_stream, len(self._packed), n_targets, slots, frozenset(self._names), shared)
 
-    def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1) -> dict[str, np.ndarray]:
-        """Return the arrays of the stream, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``."""
+    def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1, block: int = BLOCK) -> dict[str, np.ndarray]:
+        """Return the arrays of the stream, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``.
+
+        Attention is computed in blocks of ``block`` tokens.
+        """
         mb = self._mb
         # Every part has the length of a stream, and as many rows as the others.
         part = bucket(-(-sizes.tokens // parts))
@@ -141,7 +144,7 @@ class StreamInputs:
             temperature = per_token[self._packed].double().numpy()
         return {
             "ids": _padded(ids.numpy(), length, 0, np.int32),
-            **walk(mb.seqlens, mb.tree, length, min(part, BLOCK)),
+            **walk(mb.seqlens, mb.tree, length, min(part, block)),
             "places": _padded(self._place.numpy(), n_rows, 0, np.int32),
             "targets": _padded(targets, n_rows, IGNORE_INDEX, np.int32),
             "temperature": _padded(temperature, n_rows, 1.0, dtype),
@@ -255,9 +258,9 @@ class LocalStreams:
         """Largest sizes of the streams, unpadded."""
         return Sizes.largest([inputs.sizes for inputs in self._inputs])
 
-    def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1) -> dict[str, np.ndarray]:
+    def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1, block: int = BLOCK) -> dict[str, np.ndarray]:
         """Return the arrays of all streams, ``[S, ...]``; see :meth:`~areal.engine.jax.inputs.StreamInputs.arrays`."""
-        streams = [inputs.arrays(sizes, dtype, parts) for inputs in self._inputs]
+        streams = [inputs.arrays(sizes, dtype, parts, block) for inputs in self._inputs]
         streams += [empty_stream(streams[0])] * (self._n - len(streams))
         return {name: np.stack([stream[name] for stream in streams]) for name in streams[0]}
 

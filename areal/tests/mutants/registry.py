@@ -46,6 +46,7 @@ if find_spec("megatron") is not None:
 
 if find_spec("jax") is not None:
     import areal.tests.mutants.bugs.jax.model
+    import areal.tests.mutants.bugs.jax.on_cpu
     import areal.tests.mutants.bugs.jax.plan
     import areal.tests.mutants.bugs.jax.runtime
     import areal.tests.mutants.bugs.jax.state

@@ -18,7 +18,7 @@ from areal.engine.jax import bridge, optimizer
 from areal.engine.jax.inputs import bucket, row_bucket
 from areal.engine.jax.mesh import STREAMS, check_experts_of, mesh_of, ways
 from areal.engine.jax.model.architecture import Architecture, ParameterInfo, meta_model, parameters_of
-from areal.engine.jax.model.attention import BLOCK, Visibility
+from areal.engine.jax.model.attention import Visibility
 from areal.engine.jax.model.decoder import Stream
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.model.token_outputs import Rows, Wanted
@@ -87,7 +87,7 @@ class Programs:
         def array(n: int, dtype: Any = jnp.int32) -> Any:
             return ShapeDtypeStruct((ways(self.spec.mesh, STREAMS), n), dtype, sharding=sharding)
 
-        visibility = Visibility(array(length), array(length), array(length // min(part, BLOCK)))
+        visibility = Visibility(array(length), array(length), array(length // min(part, self.spec.block)))
         return Stream(array(length), visibility), Rows(array(rows), array(rows), array(rows, self.spec.numbers.stats))
 
     def evaluation(self) -> Any:

@@ -13,16 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from areal.engine.jax.lora.contribution import add_adapters
 from areal.engine.jax.mesh import STREAMS
 from areal.engine.jax.model.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
-from areal.engine.jax.model.attention import BLOCK, Visibility, attention
+from areal.engine.jax.model.attention import ATTENTION, BLOCK, Visibility, attention
 from areal.engine.jax.model.experts import routed_feed_forward
 from areal.engine.jax.model.fused_attention import kernel_attention
 from areal.engine.jax.model.products import linear, lookup, scaled, shifted
 from areal.engine.jax.model.spec import ModelSpec, Params
+
+_PROJECTION = "projection"
+"""Name of the results of linear layers, which may be kept for the backward."""
 
 
 class Stream(NamedTuple):
@@ -46,7 +50,13 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
     def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
         return _layer(spec, row[0], hidden, stream, rotate, row[1]), None
 
-    body: Any = jax.checkpoint(layer) if spec.recompute else layer
+    body: Any = layer
+    if spec.recompute:
+        body = jax.checkpoint(layer)
+    elif spec.arch.experts is None and spec.on_cpu:
+        # Elementwise functions are computed again: on a CPU, new memory for their results takes longer.
+        keep = jax.checkpoint_policies.save_only_these_names(_PROJECTION, ATTENTION)
+        body = jax.checkpoint(layer, prevent_cse=False, policy=keep)
     rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
     return lax.scan(body, spec.spread(hidden, "cp"), rows)[0]
 
@@ -90,7 +100,8 @@ def _project(spec: ModelSpec, weights: Mapping[str, Array], slots: Array | None,
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     y = linear(x, weight, spec.use(f"{LAYER}{name}.weight", weight.shape))
     y = add_adapters(y, x, weights, name, slots, spec.use_of_factors())
-    return y if bias is None else shifted(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
+    y = y if bias is None else shifted(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
+    return checkpoint_name(y, _PROJECTION)
 
 
 def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:

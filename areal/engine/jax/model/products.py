@@ -156,7 +156,11 @@ _frozen_linear.defvjp(_frozen_forward, _frozen_backward)
 # ---- a weight in a loop over chunks of tokens
 
 
-def gathered_linear(weight: Array, use: WeightUse) -> Callable[[Array], Array]:
+Product = Callable[[Array, Array | None], Array]
+"""Function ``x @ weight.T`` of ``x`` ``[D, T, in]``, and of the result if it is known. The backward is the same."""
+
+
+def gathered_linear(weight: Array, use: WeightUse) -> Product:
     """Gather a weight for a loop over chunks of tokens. The gradient is summed over devices after the loop.
 
     Args:
@@ -164,13 +168,11 @@ def gathered_linear(weight: Array, use: WeightUse) -> Callable[[Array], Array]:
         use: its use.
 
     Returns:
-        The function ``x @ weight.T`` of ``x`` ``[D, T, in]``, of which ``T`` is divided over ``cp``.
+        The product with the weight, of tokens that are divided over ``cp``.
     """
     gathered = lax.stop_gradient(use.gather(weight))
-    if not use.trained:
-        return lambda x: jnp.einsum("dti,oi->dto", x.astype(use.dtype), gathered)
-    sums = _device_sums(weight, use)
-    return lambda x: _loop_linear(x, gathered, sums, use)
+    sums = _device_sums(weight, use) if use.trained else None
+    return lambda x, known: _loop_linear(x, gathered, sums, known, use)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -192,23 +194,27 @@ def _device_sums_backward(use: WeightUse, weight: Array, sums: Array) -> tuple[A
 _device_sums.defvjp(_device_sums_forward, _device_sums_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _loop_linear(x: Array, weight: Array, sums: Array, use: WeightUse) -> Array:
-    return jnp.einsum("dti,oi->dto", x.astype(use.dtype), weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _loop_linear(x: Array, weight: Array, sums: Array | None, known: Array | None, use: WeightUse) -> Array:
+    return jnp.einsum("dti,oi->dto", x.astype(use.dtype), weight) if known is None else known
 
 
-def _loop_forward(x: Array, weight: Array, sums: Array, use: WeightUse) -> tuple[Array, tuple[Array, Array]]:
-    return _loop_linear(x, weight, sums, use), (x, weight)
+def _loop_forward(
+    x: Array, weight: Array, sums: Array | None, known: Array | None, use: WeightUse
+) -> tuple[Array, tuple[Array, Array]]:
+    return _loop_linear(x, weight, sums, known, use), (x, weight)
 
 
-def _loop_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array]:
+def _loop_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array | None, None]:
     x, weight = saved
     grad_x = jnp.einsum("dto,oi->dti", grad, weight).astype(x.dtype)
+    if not use.trained:
+        return grad_x, None, None, None
     # No sum over devices here: it would be one for each chunk.
     parts = use.stored.mesh.shape["cp"]
     grad, x = (each.reshape(len(each), parts, -1, each.shape[-1]) for each in (grad, x.astype(use.dtype)))
     sums = _outer("dcto,dcti->dcoi", grad, x, use)
-    return grad_x, None, lax.with_sharding_constraint(sums, use.by_device)
+    return grad_x, None, lax.with_sharding_constraint(sums, use.by_device), None
 
 
 _loop_linear.defvjp(_loop_forward, _loop_backward)

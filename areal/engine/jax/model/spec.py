@@ -17,6 +17,7 @@ from areal.api.config import TrainEngineConfig
 from areal.engine.jax.lora.contribution import FactorUse
 from areal.engine.jax.mesh import STREAMS, bounds, gathered_spec, row_spec, stored_spec, ways
 from areal.engine.jax.model.architecture import LAYER, Architecture
+from areal.engine.jax.model.attention import block_on
 from areal.engine.jax.model.fused_attention import Kernel, kernel_for
 from areal.engine.jax.model.products import Numbers, WeightUse
 
@@ -72,6 +73,16 @@ class ModelSpec:
             kernel=kernel if config.jax.attention_kernel else None,
         )
 
+    @property
+    def block(self) -> int:
+        """Tokens of a block of attention."""
+        return block_on(self.mesh.devices.flat[0].platform)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are CPUs."""
+        return bool(self.mesh.devices.flat[0].platform == "cpu")
+
     def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
         """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
         rows = name.startswith(LAYER)
@@ -123,7 +134,7 @@ class ModelSpec:
 
         Each of these devices has one thread. Two programs at once can take the threads that both need for their collectives.
         """
-        several = len(self.mesh.local_devices) > 1 and self.mesh.devices.flat[0].platform == "cpu"
+        several = len(self.mesh.local_devices) > 1 and self.on_cpu
         return jax.block_until_ready(results) if several else results
 
     def spread(self, x: Array, *axes: str | None) -> Array:

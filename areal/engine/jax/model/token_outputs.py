@@ -11,22 +11,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from areal.api.batch import IGNORE_INDEX
 from areal.engine.jax.lora.contribution import add_adapters
 from areal.engine.jax.model.architecture import HEAD, NORM
 from areal.engine.jax.model.decoder import Stream, decode, norm
-from areal.engine.jax.model.products import WeightUse, gathered_linear, linear
+from areal.engine.jax.model.products import Product, WeightUse, gathered_linear, linear
 from areal.engine.jax.model.spec import ModelSpec, Params
 from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT
 
 _CHUNK = 512
 """Most rows whose logits are computed at a time."""
-
-
-_KEPT = "logits"
-"""Name of the arrays that are kept for the backward, if they fit."""
 
 _HEAD = HEAD.removesuffix(".weight")
 
@@ -105,27 +100,40 @@ def _of_head(
     """Compute the outputs that need the head, in chunks of rows. The backward computes their logits again, unless they may be kept."""
     weight, use = _head(spec, params)
 
-    def of(product: Callable[[Array], Array], chunk: _Chunk) -> Outputs:
-        states, targets, temperature, slots = chunk
-        logits = _logits(spec, params, product(states), states, temperature, slots)
-        return _statistics(checkpoint_name(logits, _KEPT), targets, wanted)
+    parts, rows_of_part = spec.mesh.shape["cp"], hidden.shape[1] // spec.mesh.shape["cp"]
+    size = math.gcd(rows_of_part, _CHUNK)
+    products = None
+    if hidden.shape[1] * len(weight) * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes:
+        # One product for all chunks, outside of their loop, which would copy the results of each into an array of zeros.
+        products = lax.stop_gradient(linear(hidden, weight, use))
+        products = products.reshape(len(products), parts, -1, size, len(weight))
 
-    keep = hidden.shape[1] * len(weight) * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes
-    policy = jax.checkpoint_policies.save_only_these_names(*([_KEPT] if keep else []))
+    def of_chunk(product: Product, products: Array | None, chunk: tuple[Array, _Chunk]) -> Outputs:
+        index, (states, targets, temperature, slots) = chunk
+        known = None
+        if products is not None:
+            known = lax.dynamic_index_in_dim(products, index, 2, keepdims=False).reshape(*states.shape[:2], -1)
+        logits = _logits(spec, params, product(states, known), states, temperature, slots)
+        return _statistics(logits, targets, wanted)
 
-    def by_chunks(weight: Array, rows: _Chunk) -> Outputs:
-        of_chunk = functools.partial(of, gathered_linear(weight, use))
+    def loop(weight: Array, products: Array | None, arrays: _Chunk) -> Outputs:
+        of = functools.partial(of_chunk, gathered_linear(weight, use), products)
         # In a loop nothing can be computed once for both passes; a barrier against it would keep unused arrays.
-        return _by_chunks(spec, jax.checkpoint(of_chunk, prevent_cse=False, policy=policy), rows)
+        return _by_chunks(jax.checkpoint(of, prevent_cse=False), arrays, parts, size)
 
     # The backward gathers the weight again: a gathered weight is not kept.
-    return jax.checkpoint(by_chunks, policy=policy)(weight, (hidden, rows.targets, rows.temperature, slots))
+    return jax.checkpoint(loop)(weight, products, (hidden, rows.targets, rows.temperature, slots))
 
 
-def _by_chunks(spec: ModelSpec, of: Callable[[_Chunk], Outputs], arrays: _Chunk) -> Outputs:
-    """Apply a function to chunks of ``[D, R, ...]`` arrays, one after the other. Each chunk has rows of every part of ``R`` over ``cp``."""
-    parts = spec.mesh.shape["cp"]
-    size = math.gcd(arrays[0].shape[1] // parts, _CHUNK)
+def _by_chunks(of: Callable[[tuple[Array, _Chunk]], Outputs], arrays: _Chunk, parts: int, size: int) -> Outputs:
+    """Apply a function to chunks of ``[D, R, ...]`` arrays, one after the other, and to their indices.
+
+    Args:
+        of: the function.
+        arrays: of all rows.
+        parts: of ``R`` over ``cp``. Each chunk has rows of every part.
+        size: rows of a part in a chunk.
+    """
 
     def split(x: Array) -> Array:
         chunks = jnp.moveaxis(x.reshape(len(x), parts, -1, size, *x.shape[2:]), 2, 0)
@@ -135,7 +143,8 @@ def _by_chunks(spec: ModelSpec, of: Callable[[_Chunk], Outputs], arrays: _Chunk)
         rows = jnp.moveaxis(x.reshape(*x.shape[:2], parts, size, *x.shape[3:]), 0, 2)
         return rows.reshape(len(rows), -1, *x.shape[3:])
 
-    return jax.tree.map(join, lax.map(of, jax.tree.map(split, arrays)))
+    chunks = jax.tree.map(split, arrays)
+    return jax.tree.map(join, lax.map(of, (jnp.arange(len(chunks[0]), dtype=jnp.int32), chunks)))
 
 
 def _statistics(logits: Array, targets: Array, wanted: Wanted) -> Outputs:

@@ -14,7 +14,7 @@ from jax import Array
 
 from areal.api import MicroBatchSpec
 from areal.engine.jax.inputs import bucket, walk
-from areal.engine.jax.model.attention import BLOCK, Visibility, attention
+from areal.engine.jax.model.attention import BLOCK, Visibility, attention, block_on
 from areal.utils.data import plan_batch
 
 
@@ -38,13 +38,14 @@ def families() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.cat([prompt, ids(n)])} for prompt in prompts for n in (3, 60, 25)]
 
 
+@pytest.mark.parametrize("block", [BLOCK, block_on("cpu")])
 @pytest.mark.parametrize("window", [2**30, 20], ids=["full", "window"])
 @pytest.mark.parametrize("shared", [False, True], ids=["packed", "tree"])
-def test_blocks_equal_attention_with_a_mask(shared: bool, window: int) -> None:
+def test_blocks_equal_attention_with_a_mask(shared: bool, window: int, block: int) -> None:
     plan = plan_batch(families(), MicroBatchSpec(share_prefixes=shared))
     (tree,) = plan.trees if shared else (None,)
     lengths = [len(families()[i]["input_ids"]) for i in plan.bins[0]]
-    made = walk(lengths, tree, bucket(sum(lengths) if tree is None else len(tree)), BLOCK)
+    made = walk(lengths, tree, bucket(sum(lengths) if tree is None else len(tree)), block)
     tokens = len(made["leave"])
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(0), 4)

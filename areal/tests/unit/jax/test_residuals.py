@@ -11,11 +11,13 @@ pytest.importorskip("jax", reason="needs the extra jax")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import ShapeDtypeStruct
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from areal.engine.jax import bridge
+from areal.engine.jax.ahead.programs import LOGPROBS
 from areal.engine.jax.mesh import AXES
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
 from areal.engine.jax.model.attention import Visibility
@@ -46,6 +48,44 @@ def residual_bytes(dp: int, ep: int) -> int:
         run = partial(forward.__wrapped__, spec, wanted)
         *_, kept = jax.eval_shape(run, params, {}, Stream(tokens, visibility), rows)
     return sum(x.size * x.dtype.itemsize for x in kept.leaves) // (dp * ep)
+
+
+def one_cpu(vocab: int = 64, tokens: int = TOKENS) -> tuple[ModelSpec, Any]:
+    """Return a dense model on one CPU, and shapes of its parameters, of a stream and of its rows."""
+    hf = meta_model(FAMILIES["qwen3"](vocab_size=vocab), torch.float32)
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1, 1, 1, 1), AXES)
+    numbers = Numbers("float32", "float32", "float32")
+    spec = ModelSpec(Architecture.of(hf), numbers, mesh, recompute=False, fp32_head=False, keep_bytes=2**30)
+    arrays = parameters_of(hf, value_head=False)
+    params = {name: ShapeDtypeStruct(info.shape, jnp.float32) for name, info in arrays.items()}
+    ids = ShapeDtypeStruct((1, tokens), jnp.int32)
+    visibility = Visibility(ids, ids, ShapeDtypeStruct((1, tokens // spec.block), jnp.int32))
+    return spec, (params, Stream(ids, visibility), Rows(ids, ids, ShapeDtypeStruct(ids.shape, jnp.float32)))
+
+
+def test_layer_on_a_cpu_keeps_results_of_products_only() -> None:
+    """A layer keeps its input, queries, keys, values, attention, its projection, gate and up, and no function of them."""
+    spec, (params, *inputs) = one_cpu()
+    forward: Any = bridge._forward
+    with spec.numbers.enabled():
+        run = partial(forward.__wrapped__, spec, LOGPROBS)
+        *_, kept = jax.eval_shape(run, params, {}, *inputs)
+    arch, shape = spec.arch, {name: x.shape for name, x in params.items()}
+    hidden, wide = shape["model.norm.weight"][0], shape["model.layers.*.mlp.up_proj.weight"][1]
+    # Attention has a log-sum-exp for each head in addition.
+    width = 2 * hidden + arch.head_dim * (2 * arch.n_heads + 2 * arch.n_kv_heads) + arch.n_heads + 2 * wide
+    rows = [x for x in kept.leaves if x.shape[0] == arch.n_layers and x.size > arch.n_layers]
+    assert sum(x.size for x in rows) == arch.n_layers * TOKENS * width
+
+
+def test_evaluation_keeps_no_logits() -> None:
+    """The backward of a step reads the logits of all tokens. Without one, they are computed in chunks of 512 and dropped."""
+    vocab, tokens = 96, 1024
+    spec, arguments = one_cpu(vocab, tokens)
+    with spec.numbers.enabled():
+        program = str(jax.make_jaxpr(partial(bridge._evaluate, spec, LOGPROBS))(*arguments))
+    assert f"512,{vocab}]" in program
+    assert f"{tokens},{vocab}]" not in program
 
 
 def test_rank_with_experts_of_others_keeps_its_own_tokens() -> None:

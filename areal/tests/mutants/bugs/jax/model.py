@@ -14,7 +14,7 @@ from areal.tests.mutants.planting import Function, mutant
 _BLOCKS = "unit/jax/test_jax_attention.py::test_blocks_equal_attention_with_a_mask[{}]"
 
 
-@mutant("areal.engine.jax.model.attention:_scores", _BLOCKS.format("packed-window"))
+@mutant("areal.engine.jax.model.attention:_scores", _BLOCKS.format("packed-window-64"))
 def window_off_by_one_in_jax(right: Function) -> Function:
     """A token sees one token more than its window has."""
     return lambda queries, keys, visibility, b, j, window, block: right(
