@@ -293,6 +293,11 @@ class TrainEngineConfig(StrictConfig):
         ge=0,
         description="MiB of a micro-batch's logits to keep for its backward, which recomputes the rest. None: 1024, or 128 on a CPU.",
     )
+    memory_limit_mb: int | None = Field(
+        default=None,
+        ge=0,
+        description="Refuse passes that by measured bytes per token need more MiB of a rank; 0: than are free. None: run all.",
+    )
     mb_spec: MicroBatchSpec = MicroBatchSpec()
     optimizer: OptimizerConfig | None = Field(
         default=None, description="None: an engine that only evaluates, such as a reference."

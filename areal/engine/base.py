@@ -31,6 +31,7 @@ from areal.engine.components import CallGradients, EngineComponents, call_gradie
 from areal.engine.faults import Faults, check_loss, refusing_backward, zero_gradient_loss
 from areal.engine.loss_call import LossCall
 from areal.engine.loss_step import LossStep, OutputStep, loss_divisors, step_output
+from areal.engine.memory_limit import Kind, kind_of
 from areal.engine.pipeline_broadcast import broadcast_results, pack_results
 from areal.engine.state import EngineState
 from areal.engine.stream.layout import StreamLayout, gather_outputs, layout_of
@@ -132,7 +133,7 @@ class BaseTrainEngine(EngineState):
     def forward_batch(
         self, batch: BatchInput, *, outputs: Outputs = ("logprobs",), mb_spec: MicroBatchSpec | None = None
     ) -> Any:
-        mbs = self._prepare(batch, outputs, mb_spec)
+        mbs = self._prepare(batch, outputs, mb_spec, kind=kind_of(outputs, forward_only=True))
         with self._require_components().evaluating():
             results = self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
         return self._restored(mbs, results)
@@ -149,7 +150,8 @@ class BaseTrainEngine(EngineState):
         components = self._require_components()
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
-        mbs = self._prepare(batch, call.outputs, call.mb_spec, with_loss=True)
+        kind = kind_of(call.outputs, forward_only=forward_only)
+        mbs = self._prepare(batch, call.outputs, call.mb_spec, kind=kind, with_loss=True)
         check_one_adapter(mbs.adapters, 1.0 if forward_only else call.normalization, steps=steps)
 
         # 2. Sum the loss weights over micro-batches and ranks: they are what each term of the loss is divided by.
@@ -200,15 +202,22 @@ class BaseTrainEngine(EngineState):
         )
 
     def _prepare(
-        self, batch: BatchInput, outputs: Outputs, mb_spec: MicroBatchSpec | None = None, *, with_loss: bool = False
+        self,
+        batch: BatchInput,
+        outputs: Outputs,
+        mb_spec: MicroBatchSpec | None = None,
+        *,
+        kind: Kind | None = None,
+        with_loss: bool = False,
     ) -> MicroBatchList:
         components, rules = self._require_components(), self.batch_rules.cutting_by(mb_spec)
         schedule = components.schedule
         adapters = () if components.adapters is None else components.adapters.names
         plan_here = functools.partial(rules.plan, batch, outputs, adapters=adapters)
         must_differ = with_loss and rules.spec.equal_batches == "error"
-        agreed = self._sync.plan(plan_here, schedule, must_differ=must_differ)
-        self._warn_of_context(agreed.longest)
+        claim_of = functools.partial(self._memory_limit.claim, kind)
+        agreed = self._sync.plan(plan_here, schedule, claim_of, must_differ=must_differ)
+        self._context.warn(agreed.longest, components.max_positions, speaks=self.control.rank == 0)
         # A pipeline sends hidden states of one shape.
         padded_length = agreed.padded_length if schedule.equal_lengths else None
         # Index tensors that the model needs are copied to the device together with the batch.
@@ -217,19 +226,6 @@ class BaseTrainEngine(EngineState):
             return agreed.plan.build(
                 n_mbs=agreed.n_mbs, device=self.device, padded_length=padded_length, layout=layout, adapters=adapters
             )
-
-    def _warn_of_context(self, longest: int) -> None:
-        """Warn of the first sequence that is longer than those for which the model was made."""
-        positions = self._require_components().max_positions
-        if positions is not None and longest > positions and not self._warned_of_context:
-            self._warned_of_context = True
-            if self.control.rank == 0:
-                logger.warning(
-                    "a sequence has %d tokens, and the model was made for %d (max_position_embeddings): its log-probs may be meaningless "
-                    "after that; shorten the sequences, or extend the model's context in config.json",
-                    longest,
-                    positions,
-                )
 
     # ---- step 2: weights
 
@@ -269,7 +265,9 @@ class BaseTrainEngine(EngineState):
         faults = Faults()
         results: dict[int, Any] = {}
         try:
-            results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
+            largest = max(mb.padded_length for mb in mbs)
+            with self._memory_limit.measuring(kind_of(outputs, forward_only=forward_only), largest):
+                results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
         except Exception as error:
             faults.break_off(error)
         if faults.broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from areal.api.engine import BatchInput, Outputs, TrainEngine
 from areal.api.loss import Normalization
 from areal.engine.loss_step import check_outputs
 from areal.utils.data import ADAPTER, BatchPlan, plan_batch
+
+logger = logging.getLogger(__name__)
 
 ROUTED_EXPERTS = "routed_experts"
 """Name of a per-token key of a batch, and of an output: the experts that each token is sent to, ``[T, L, K]``."""
@@ -170,6 +173,32 @@ class BatchRules:
         if adapters is not None:
             _check_indices(plan.adapters or (), adapters)
         return plan
+
+
+class ContextWarning:
+    """A warning of the first sequence that is longer than those for which the model was made."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def warn(self, longest: int, positions: int | None, *, speaks: bool) -> None:
+        """Warn once.
+
+        Args:
+            longest: length of the longest sequence of a call.
+            positions: positions of the model; ``None`` without a limit.
+            speaks: whether this rank logs the warning.
+        """
+        if positions is None or longest <= positions or self._warned:
+            return
+        self._warned = True
+        if speaks:
+            logger.warning(
+                "a sequence has %d tokens, and the model was made for %d (max_position_embeddings): its log-probs may be meaningless "
+                "after that; shorten the sequences, or extend the model's context in config.json",
+                longest,
+                positions,
+            )
 
 
 def check_sharing(spec: MicroBatchSpec, *, possible: bool) -> None:

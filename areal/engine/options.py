@@ -27,9 +27,9 @@ TEMPLATE_OPTIONS = frozenset(
 MODEL_OPTIONS = TEMPLATE_OPTIONS | {
     *("dtype", "master_dtype", "grad_reduce_dtype"),
     *("init_from_scratch", "value_head", "temperature", "fp32_head", "kept_logits_mb", "mb_spec", "moe", "lora"),
-    *("optimizer", "activation_checkpointing", "offload_dir"),
+    *("optimizer", "activation_checkpointing", "offload_dir", "memory_limit_mb"),
 }
-"""Options that every engine of this package honours."""
+"""Options that every engine of torch modules honours."""
 
 _ONCE_PER_CALL = ("grad_sync", "call")
 """An engine without the option ``grad_sync`` reduces gradients once, so that this value is not refused."""

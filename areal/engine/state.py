@@ -22,9 +22,11 @@ from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
 from areal.api.weights import LocalTensor, NamedTensor, SelectName, stream_of
+from areal.engine.batch_rules import ContextWarning
 from areal.engine.checkpoint.checkpointer import FolderWeights
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
+from areal.engine.memory_limit import MemoryLimit
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config, process_dims
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
@@ -91,7 +93,7 @@ class EngineState(TrainEngine):
         self._started = False
         self._device_memory = 0  # bytes of the smallest device of all ranks
         self._additivity = AdditivityProbe()
-        self._warned_of_context = False
+        self._context = ContextWarning()
         self._moved: Counter[str] = Counter()  # bytes moved since the last step, by name of the metric
 
     def initialize(self, spec: FinetuneSpec) -> None:
@@ -116,6 +118,7 @@ class EngineState(TrainEngine):
         self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
+        self._memory_limit = MemoryLimit(self.device, self.config.memory_limit_mb)
         seed_everything(self.config.seed + self.dp_rank)
         # Choices that depend on memory must be equal on all ranks.
         self._device_memory = min(self.control.gather(platform.total_memory(self.device)))

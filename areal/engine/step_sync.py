@@ -16,6 +16,7 @@ from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
 from areal.engine.batch_rules import empty_batch
 from areal.engine.loss_step import LossResult, LossWeights, StepSums, local_weights, sum_results
+from areal.engine.memory_limit import Claim, check_claims
 from areal.engine.moe.balance_loss import RoutingSums
 from areal.engine.moe.routing import Tally
 from areal.engine.schedule import Schedule
@@ -52,6 +53,7 @@ class _Description(NamedTuple):
     digest: int
     dropped: int
     named: frozenset[int] | None
+    claim: Claim | None
 
 
 class StepSync:
@@ -84,17 +86,25 @@ class StepSync:
         rank = self._control.rank
         return self._counts_shard[rank] and self._dp_ranks[rank] == 0
 
-    def plan(self, plan_here: Callable[[], BatchPlan], schedule: Schedule, *, must_differ: bool) -> AgreedPlan:
+    def plan(
+        self,
+        plan_here: Callable[[], BatchPlan],
+        schedule: Schedule,
+        claim_of: Callable[..., Claim | None],
+        *,
+        must_differ: bool,
+    ) -> AgreedPlan:
         """Check and pack this rank's batch, and agree on the number of micro-batches.
 
         Args:
             plan_here: function that checks and packs. Its errors are raised on every rank.
             schedule: decides on the number of micro-batches.
+            claim_of: returns this rank's claim on memory for a micro-batch of so many tokens.
             must_differ: the call has a loss, which would count one batch on all data-parallel ranks several times.
 
         Raises:
             ValueError: the batch of a rank is wrong, ranks of one data-parallel coordinate have different batches or all coordinates have the
-                same one, the batches of some ranks only name adapters, or the global batch is empty.
+                same one, the batches of some ranks only name adapters, the global batch is empty, or memory is short on a rank.
         """
         compares = must_differ and not self._data_are_divided
 
@@ -102,15 +112,18 @@ class StepSync:
             plan = plan_here()
             digest = plan.digest() if self._batch_is_shared or compares else 0
             longest = max((plan.form.seqlens[i] for members in plan.bins for i in members), default=0)
-            return plan, _Description(plan.n_mbs, plan.padded_length, longest, digest, len(plan.dropped), plan.named)
+            length = plan.padded_length
+            claim = claim_of(length, always=schedule.equal_lengths)
+            return plan, _Description(plan.n_mbs, length, longest, digest, len(plan.dropped), plan.named, claim)
 
         plan, descriptions = self._exchange(plan_and_describe)
-        counts, lengths, longest, digests, dropped, named = zip(*descriptions, strict=True)
+        counts, lengths, longest, digests, dropped, named, claims = zip(*descriptions, strict=True)
         self._check_same_batch(digests)
         if not any(counts):
             raise empty_batch(sum(self._once_per_shard(dropped)))
         if compares:
             self._check_divided(counts, digests)
+        check_claims(claims, [max(lengths)] * len(lengths) if schedule.equal_lengths else lengths, longest)
         plan = plan.naming(_named_by_any(counts, named))
         # A rank without micro-batches does not know the keys from which fillers are built: they are those of the first rank that has some.
         if not all(counts):

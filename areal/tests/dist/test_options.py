@@ -201,6 +201,7 @@ OPTIONS: dict[str, Option] = {
     # On a CPU, sums and gradients of the head are float32 without it.
     "fp32_head": Option(True, "unit/logprobs/test_head_passes.py::test_16_bit_products_give_the_gradients*"),
     "kept_logits_mb": Option(7, kept_logits),
+    "memory_limit_mb": Option(100, "dist/faults/test_memory_limit.py::test_pass_that_does_not_fit_is_refused*"),
     "mb_spec.max_tokens_per_mb": Option(60, cut),
     "mb_spec.n_mbs": Option(6, cut),
     "mb_spec.samples_per_mb": Option(2, cut, {"mb_spec.max_tokens_per_mb": None}),
@@ -290,6 +291,7 @@ REFUSED = {
     ("megatron", "master_dtype"),
     ("megatron", "megatron.optimizer_state_dtype"),  # without Transformer Engine on a GPU
     ("jax", "grad_sync"),
+    ("jax", "memory_limit_mb"),  # its peak is that of the compiler
     *(("jax", option) for option in OPTIONS if option.startswith("moe.")),
     *(
         (engine, option)

@@ -56,6 +56,7 @@ import areal.tests.mutants.bugs.gpu
 import areal.tests.mutants.bugs.kernels.onednn
 import areal.tests.mutants.bugs.model.liger
 import areal.tests.mutants.bugs.model.memory
+import areal.tests.mutants.bugs.model.memory_limit
 import areal.tests.mutants.bugs.model.plan
 import areal.tests.mutants.bugs.model.plan_engines
 import areal.tests.mutants.bugs.model.recurrence

@@ -11,6 +11,7 @@ from areal.dispatch import WorkerGroup
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.training.adapter_memory import RankMemory, rank_memory
 from areal.utils import platform
+from areal.utils.profiling.pass_bytes import PassBytes, peak_bytes, start_peak
 
 _R = TypeVar("_R")
 
@@ -19,9 +20,6 @@ FEW_TOKENS = 256
 
 PROBE_TOKENS = 512
 """Tokens of the pass that is measured before the first one that asks."""
-
-_LARGER = 1.5
-"""A pass with so many times the tokens of the last measured one is measured, too."""
 
 _NOT_MEASURED = ("jax",)
 """Engines whose peak this process cannot see: it has that of the compiler, or the memory is of a device that torch does not know."""
@@ -41,8 +39,7 @@ class PassMemory:
 
     def __init__(self, group: WorkerGroup, max_tokens_per_mb: int, probe: Callable[[int], None]) -> None:
         self._group, self._max, self._probe = group, max_tokens_per_mb, probe
-        self._measured = 0
-        self._bytes_per_token = 0.0
+        self._nbytes = PassBytes()
 
     def run(self, lengths: Sequence[int], work: Callable[[], _R]) -> _R:
         """Run a pass if it fits.
@@ -57,14 +54,14 @@ class PassMemory:
         tokens = self.tokens_at_once(lengths)
         if tokens <= FEW_TOKENS or self._group.dims.backend in _NOT_MEASURED:
             return work()
-        if not self._measured:
+        if not self._nbytes.reach(1):
             self._probe(FEW_TOKENS)  # allocates what only the first pass does
             probed = min(tokens, PROBE_TOKENS)
             self._measure(probed, lambda: self._probe(probed))
-        needed = round(tokens * self._bytes_per_token)
+        needed = self._nbytes.needed(tokens)
         self._check(tokens, needed, max(lengths))
         try:
-            return self._measure(tokens, work) if tokens > _LARGER * self._measured else work()
+            return self._measure(tokens, work) if self._nbytes.due(tokens) else work()
         finally:
             if needed >= _RETURNED_BYTES:
                 self._group.run(_give_back)
@@ -82,29 +79,25 @@ class PassMemory:
         if needed > free:
             raise UserError(
                 f"memory is short for a pass with {tokens} tokens in one micro-batch, the longest sample having {longest}: it needs "
-                f"{needed / 2**20:.0f} MiB, by measured {self._bytes_per_token / 2**10:.0f} KiB per token, and {max(0, free) / 2**20:.0f} MiB "
+                f"{needed / 2**20:.0f} MiB, by measured {needed / tokens / 2**10:.0f} KiB per token, and {max(0, free) / 2**20:.0f} MiB "
                 f"are free on rank {rank}: send {'shorter' if longest == tokens else 'fewer'} samples at once, or release a model"
             )
 
     def _measure(self, tokens: int, work: Callable[[], _R]) -> _R:
-        """Run a pass, and take its bytes per token for those of later ones."""
+        """Run a pass, and estimate later ones by its bytes."""
         before: list[int] = self._group.run(_begin)
         result = work()
         peaks: list[int] = self._group.run(_peak)
-        self._bytes_per_token = max(0, *(peak - base for peak, base in zip(peaks, before, strict=True))) / tokens
-        self._measured = tokens
+        self._nbytes.add(tokens, max(peak - base for peak, base in zip(peaks, before, strict=True)))
         return result
 
 
 def _begin(engine: TrainEngine, _: Any) -> int:
-    """Begin to measure on the rank that calls this. Returns the bytes in use."""
-    platform.give_back(engine.device)
-    platform.forget_peak(engine.device)
-    return platform.used_bytes(engine.device)
+    return start_peak(engine.device)
 
 
 def _peak(engine: TrainEngine, _: Any) -> int:
-    return platform.used_bytes(engine.device, peak=True)
+    return peak_bytes(engine.device)
 
 
 def _give_back(engine: TrainEngine, _: Any) -> None:

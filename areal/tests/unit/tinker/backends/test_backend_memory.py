@@ -37,7 +37,7 @@ def large(start: Start) -> EngineBackend:
 def needed(backend: EngineBackend, lengths: list[int]) -> int:
     """Return the bytes that a pass needs by what was measured."""
     memory = backend._pass_memory[True]
-    return round(memory.tokens_at_once(lengths) * memory._bytes_per_token)
+    return memory._nbytes.needed(memory.tokens_at_once(lengths))
 
 
 def test_pass_that_does_not_fit_is_refused(large: EngineBackend, monkeypatch: pytest.MonkeyPatch) -> None:
