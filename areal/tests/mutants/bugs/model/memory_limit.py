@@ -13,14 +13,14 @@ REFUSED = "dist/faults/test_memory_limit.py::test_pass_that_does_not_fit_is_refu
 @mutant(
     "areal.utils.profiling.pass_bytes:PassBytes.needed",
     f"{REFUSED}[fsdp:d1]",
-    f"{REFUSED}[fsdp:d2]",
+    f"{REFUSED}[megatron:d1]",
 )
 def longer_passes_need_no_more(right: Function) -> Function:
     """The tokens of a pass are not counted: it needs what the largest one has needed."""
     return lambda self, tokens: right(self, min(tokens, self._measured[-1][0]))
 
 
-@mutant("areal.engine.memory_limit:peak_bytes", f"{REFUSED}[fsdp:d1]", f"{REFUSED}[fsdp:p2]")
+@mutant("areal.engine.memory_limit:peak_bytes", f"{REFUSED}[fsdp:d1]", f"{REFUSED}[megatron:d1]")
 def peak_of_a_pass_not_read(right: Function) -> Function:
     """The bytes after a pass count as its peak."""
     return lambda device: 0
