@@ -17,7 +17,7 @@ from peft.tuners.lora import Linear
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.api.config import LoRAConfig
@@ -37,6 +37,9 @@ from areal.utils.dtensor import full_box
 logger = logging.getLogger(__name__)
 
 _NAME = "default"
+
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Model types for which peft refuses adapters of ``out_proj``: their fused kernels read its weight."""
 
 
 def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
@@ -210,11 +213,19 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     leave these out.
     """
     stacked = FEED_FORWARD if _has_stacked_experts(model) else frozenset()
-    return sorted({name.rpartition(".")[2] for name in decoder_linears(model)} - stacked)
+    return sorted({name.rpartition(".")[2] for name in _supported_linears(model)} - stacked)
+
+
+def _supported_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers that peft can give an adapter: in Mamba models, all but the last one of a mixer."""
+    left_out = "out_proj" if model.config.model_type in _MAMBA else None
+    return [name for name in decoder_linears(model) if name.rpartition(".")[2] != left_out]
 
 
 def _has_stacked_experts(model: PreTrainedModel) -> bool:
-    return any(parameter.dim() == 3 for parameter in model.parameters())
+    # Convolutions and mixers of recurrent layers have weights with three dimensions, too.
+    owners = (x for x in model.modules() if not (isinstance(x, nn.Conv1d) or hasattr(x, "A_log")))
+    return any(parameter.dim() == 3 for owner in owners for parameter in owner.parameters(recurse=False))
 
 
 def _names_of_kinds(model: PreTrainedModel, kinds: Collection[str], where: str) -> list[str]:
@@ -227,7 +238,7 @@ def _names_of_kinds(model: PreTrainedModel, kinds: Collection[str], where: str) 
         raise ValueError(
             f"{where}: the experts of this model cannot have adapters; leave 'mlp' out, or name layers in lora.target_modules"
         )
-    kind_of: dict[str, str] = {name: layer_kind(name) for name in decoder_linears(model)}
+    kind_of: dict[str, str] = {name: layer_kind(name) for name in _supported_linears(model)}
     head = head_name(model)
     if head is not None:
         kind_of[head] = "head"

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal.api import Batch, MicroBatchSpec, ParallelDims, TokenOutputs
+from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, TokenOutputs
+from areal.engine.lora.peft_format import plan_adapter
 from areal.engine.recurrence import functions
 from areal.tests.grid.cases import CASES, samples
 from areal.tests.grid.compare import assert_rows, assert_tensors
 from areal.tests.grid.float64_mode import float64_everywhere
+from areal.tests.grid.models import adapter_dir
 from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
 from areal.tests.grid.reference import Reference
 from areal.tests.harness.tiny import family_dir, gradients_of, started, writing
@@ -109,6 +111,40 @@ def test_layouts_compute_the_same(family: str, way: str) -> None:
 @pytest.mark.parametrize("family", sorted(RECURRENT_FAMILIES))
 def test_packed_sequences_are_those_of_transformers(family: str) -> None:
     check(family, "fsdp:d1")
+
+
+LORA = LoRAConfig(rank=3, alpha=5.0, target_modules=["in_proj", "in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj"])
+
+
+@pytest.mark.parametrize("way", [marked("d1"), marked("c2"), marked("p2-full")])
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_adapters_of_recurrent_layers(family: str, way: str) -> None:
+    path = family_dir(family, vocab_size=VOCAB)
+    with writing():
+        adapter = adapter_dir(path, LORA)
+    batch, options = samples(CASES["ragged"]), {**FLOAT64, **WAYS.get(way, {}), "lora": LORA}
+    expected = Reference(path, adapter=adapter).step(batch, loss, lambda batch: batch["loss_mask"].sum(), divide_by=1.0)
+    with float64_everywhere(), started(f"fsdp:{way[:2]}", path=path, **options) as engine:
+        engine.adapters.load(engine.adapters.selected, adapter)
+        engine.forward_backward(batch, loss, normalization="sum")
+        error = assert_tensors(gradients_of(engine).items(), expected.gradients, 1e-10)
+    record("recurrent layers: gradients of adapters", f"{family} {way}", error=f"{error:.0e}")
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    ("family", "has", "has_not"),
+    [
+        ("qwen3_5_text", {"in_proj_qkv", "out_proj", "gate_proj"}, set()),
+        ("nemotron_h", {"in_proj", "q_proj"}, {"out_proj"}),
+    ],
+)
+def test_all_linear_is_what_peft_supports(family: str, has: set[str], has_not: set[str]) -> None:
+    """The kernel of a convolution is no stacked expert, and peft refuses the last layer of Mamba's mixers."""
+    plan = plan_adapter(RECURRENT_FAMILIES[family](), LoRAConfig(rank=2))
+    names = {target.key.rpartition(".")[2] for target in plan.targets}
+    assert has <= names
+    assert not has_not & names
 
 
 @pytest.mark.parametrize("way", [marked("d1-full"), marked("p2-full")])
