@@ -6,6 +6,7 @@ router logits differ enough that rounding does not change the selected experts.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,8 @@ OUTSIDE_THE_GRID: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 """Configurations of families that tests name one by one."""
 
+_RECURRENT = {family: functools.partial(make, vocab_size=VOCAB) for family, make in RECURRENT_FAMILIES.items()}
+
 VALUE_HEAD, VALUE_HEAD_FILE = "value_head.weight", "value_head.safetensors"
 """Name and file of a value head. For transformers the model is an ordinary causal language model."""
 
@@ -166,7 +169,7 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             try:
-                config = (RECURRENT_FAMILIES | FAMILIES | OUTSIDE_THE_GRID)[family](**changes)
+                config = (FAMILIES | OUTSIDE_THE_GRID | _RECURRENT)[family](**changes)
             except KeyError as error:
                 pytest.skip(f"this release of transformers has no model type {error}")
             model = tiny_model(config, seed)

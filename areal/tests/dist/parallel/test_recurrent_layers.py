@@ -26,7 +26,6 @@ from areal.tests.grid.reference import Reference
 from areal.tests.harness.tiny import family_dir, gradients_of, started, writing
 from areal.tests.harness.world import cached, record
 
-VOCAB = 112
 FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
 
 
@@ -58,7 +57,7 @@ def expected(path: str, case: str) -> tuple[Any, list[Tensor]]:
 
 def check(family: str, backend: str, case: str = "ragged", **options: Any) -> None:
     """Compare the log-probs and all gradients of an engine with the reference."""
-    path = family_dir(family, vocab_size=VOCAB)
+    path = family_dir(family)
     gradients, logprobs = expected(path, case)
     options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=72), **FLOAT64, **options}
     # Small chunks, so that sequences cross the borders of many.
@@ -119,7 +118,7 @@ LORA = LoRAConfig(rank=3, alpha=5.0, target_modules=["in_proj", "in_proj_qkvz", 
 @pytest.mark.parametrize("way", [marked("d1"), marked("c2"), marked("p2-full")])
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
 def test_adapters_of_recurrent_layers(family: str, way: str) -> None:
-    path = family_dir(family, vocab_size=VOCAB)
+    path = family_dir(family)
     with writing():
         adapter = adapter_dir(path, LORA)
     batch, options = samples(CASES["ragged"]), {**FLOAT64, **WAYS.get(way, {}), "lora": LORA}
@@ -156,7 +155,7 @@ def test_every_layer_calls_the_packed_functions_again_when_it_is_recomputed(way:
         calls[self.__name__, functions._running.get() is not None] += 1
         return call(self, *args, **options)
 
-    path = family_dir("qwen3_next", vocab_size=VOCAB)
+    path = family_dir("qwen3_next")
     batch = samples(CASES["ragged"])
     spec = MicroBatchSpec(max_tokens_per_mb=72)
     with started(f"fsdp:{way[:2]}", path=path, mb_spec=spec, **WAYS[way]) as engine:
@@ -189,6 +188,6 @@ def test_every_layer_calls_the_packed_functions_again_when_it_is_recomputed(way:
 def test_layouts_that_cannot_carry_the_state_are_refused(
     family: str, backend: str, changes: dict[str, Any], message: str
 ) -> None:
-    path = family_dir(family, vocab_size=VOCAB, **changes)
+    path = family_dir(family, **changes)
     with pytest.raises(ValueError, match=message), started(backend, path=path):
         raise AssertionError("not reached")

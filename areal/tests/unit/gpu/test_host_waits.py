@@ -89,7 +89,7 @@ def on_device(family: str, cp: str | None = None, ep: bool = False, **changes: A
         engine.device = DEVICE
         components.model, components.schedule = model, SequentialSchedule(model)
         if cp is not None:
-            components.context_parallel = ContextParallel(TWO_RANKS, cp)
+            components.context_parallel = ContextParallel(TWO_RANKS, cp, model.recurrence)
             components.routing._splits = (components.context_parallel,)
         yield engine
 
@@ -143,6 +143,8 @@ CALLS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, ...], tuple[A
     "ulysses": ("qwen3", "ulysses", {}, ALL_KEYS, LOGPROBS),
     "ulysses, shared": ("qwen3", "ulysses", SHARED, ALL_KEYS, LOGPROBS),
     "gather_kv": ("gemma3_text", "gather_kv", {}, (), LOGPROBS),
+    "delta rule, shared": ("qwen3_5_text", None, SHARED, ALL_KEYS, LOGPROBS),
+    "state space, gather_kv": ("bamba", "gather_kv", {}, (), LOGPROBS),
     "gather_kv, shared": ("qwen3_moe", "gather_kv", {**MOE, **SHARED}, ("routed_experts",), LOGPROBS),
 }
 
