@@ -31,7 +31,7 @@ from areal.engine.components import CallGradients, EngineComponents, call_gradie
 from areal.engine.faults import Faults, check_loss, refusing_backward, zero_gradient_loss
 from areal.engine.loss_call import LossCall
 from areal.engine.loss_step import LossStep, OutputStep, loss_divisors, step_output
-from areal.engine.memory_limit import Kind, kind_of
+from areal.engine.memory_limit import Kind
 from areal.engine.pipeline_broadcast import broadcast_results, pack_results
 from areal.engine.state import EngineState
 from areal.engine.stream.layout import StreamLayout, gather_outputs, layout_of
@@ -133,7 +133,7 @@ class BaseTrainEngine(EngineState):
     def forward_batch(
         self, batch: BatchInput, *, outputs: Outputs = ("logprobs",), mb_spec: MicroBatchSpec | None = None
     ) -> Any:
-        mbs = self._prepare(batch, outputs, mb_spec, kind=kind_of(outputs, forward_only=True))
+        mbs = self._prepare(batch, outputs, mb_spec, kind=(True, *outputs))
         with self._require_components().evaluating():
             results = self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
         return self._restored(mbs, results)
@@ -150,7 +150,7 @@ class BaseTrainEngine(EngineState):
         components = self._require_components()
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
-        kind = kind_of(call.outputs, forward_only=forward_only)
+        kind = (forward_only, *call.outputs)
         mbs = self._prepare(batch, call.outputs, call.mb_spec, kind=kind, with_loss=True)
         check_one_adapter(mbs.adapters, 1.0 if forward_only else call.normalization, steps=steps)
 
@@ -215,7 +215,7 @@ class BaseTrainEngine(EngineState):
         adapters = () if components.adapters is None else components.adapters.names
         plan_here = functools.partial(rules.plan, batch, outputs, adapters=adapters)
         must_differ = with_loss and rules.spec.equal_batches == "error"
-        claim_of = functools.partial(self._memory_limit.claim, kind)
+        claim_of = None if self._memory_limit is None else functools.partial(self._memory_limit.claim, kind)
         agreed = self._sync.plan(plan_here, schedule, claim_of, must_differ=must_differ)
         self._context.warn(agreed.longest, components.max_positions, speaks=self.control.rank == 0)
         # A pipeline sends hidden states of one shape.
@@ -226,6 +226,11 @@ class BaseTrainEngine(EngineState):
             return agreed.plan.build(
                 n_mbs=agreed.n_mbs, device=self.device, padded_length=padded_length, layout=layout, adapters=adapters
             )
+
+    def _measuring(self, kind: Kind, mbs: MicroBatchList) -> contextlib.AbstractContextManager[None]:
+        if self._memory_limit is None:
+            return contextlib.nullcontext()
+        return self._memory_limit.measuring(kind, max(mb.padded_length for mb in mbs))
 
     # ---- step 2: weights
 
@@ -265,8 +270,7 @@ class BaseTrainEngine(EngineState):
         faults = Faults()
         results: dict[int, Any] = {}
         try:
-            largest = max(mb.padded_length for mb in mbs)
-            with self._memory_limit.measuring(kind_of(outputs, forward_only=forward_only), largest):
+            with self._measuring((forward_only, *outputs), mbs):
                 results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
         except Exception as error:
             faults.break_off(error)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from areal.api.engine import Outputs
 from areal.utils import platform
 from areal.utils.profiling.pass_bytes import PassBytes, peak_bytes, start_peak
 
@@ -18,11 +17,6 @@ Kind = tuple[Any, ...]
 
 _REACH = 8
 """Tokens up to which one measured pass is extrapolated, in times of its own. Beyond that, its constant bytes would dominate."""
-
-
-def kind_of(outputs: Outputs, *, forward_only: bool) -> Kind:
-    """Return the kind of a pass."""
-    return forward_only, *outputs
 
 
 class Claim(NamedTuple):
@@ -62,12 +56,11 @@ class MemoryLimit:
     of another size than those that were, and free memory is read if a micro-batch is larger than all earlier ones.
 
     Args:
-        limit_mb: the option ``memory_limit_mb``; ``None`` measures and checks nothing.
+        limit_mb: the option ``memory_limit_mb``.
     """
 
-    def __init__(self, device: torch.device, limit_mb: int | None) -> None:
-        self._device = device
-        self._limit_mb = None if platform.is_planned() else limit_mb
+    def __init__(self, device: torch.device, limit_mb: int) -> None:
+        self._device, self._limit_mb = device, limit_mb
         self._passes: dict[Kind, _Passes] = {}
 
     def claim(self, kind: Kind | None, tokens: int, *, always: bool) -> Claim | None:
@@ -79,7 +72,7 @@ class MemoryLimit:
             always: the micro-batches of other ranks decide on those of this rank.
         """
         passes = None if kind is None else self._passes.get(kind)
-        if self._limit_mb is None or passes is None or not (always or tokens > passes.largest):
+        if passes is None or not (always or tokens > passes.largest):
             return None
         platform.give_back(self._device)
         free = platform.free_memory(self._device)
@@ -94,9 +87,6 @@ class MemoryLimit:
         Args:
             tokens: tokens of the largest micro-batch of this rank.
         """
-        if self._limit_mb is None:
-            yield
-            return
         passes = self._passes.setdefault(kind, _Passes())
         due = passes.largest > 0 and passes.nbytes.due(tokens)
         before = start_peak(self._device) if due else 0

@@ -118,7 +118,8 @@ class EngineState(TrainEngine):
         self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
-        self._memory_limit = MemoryLimit(self.device, self.config.memory_limit_mb)
+        limit = None if platform.is_planned() else self.config.memory_limit_mb
+        self._memory_limit = None if limit is None else MemoryLimit(self.device, limit)
         seed_everything(self.config.seed + self.dp_rank)
         # Choices that depend on memory must be equal on all ranks.
         self._device_memory = min(self.control.gather(platform.total_memory(self.device)))

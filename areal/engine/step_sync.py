@@ -90,7 +90,7 @@ class StepSync:
         self,
         plan_here: Callable[[], BatchPlan],
         schedule: Schedule,
-        claim_of: Callable[..., Claim | None],
+        claim_of: Callable[..., Claim | None] | None,
         *,
         must_differ: bool,
     ) -> AgreedPlan:
@@ -99,7 +99,7 @@ class StepSync:
         Args:
             plan_here: function that checks and packs. Its errors are raised on every rank.
             schedule: decides on the number of micro-batches.
-            claim_of: returns this rank's claim on memory for a micro-batch of so many tokens.
+            claim_of: returns this rank's claim on memory for a micro-batch of so many tokens; ``None`` without a limit.
             must_differ: the call has a loss, which would count one batch on all data-parallel ranks several times.
 
         Raises:
@@ -113,7 +113,7 @@ class StepSync:
             digest = plan.digest() if self._batch_is_shared or compares else 0
             longest = max((plan.form.seqlens[i] for members in plan.bins for i in members), default=0)
             length = plan.padded_length
-            claim = claim_of(length, always=schedule.equal_lengths)
+            claim = None if claim_of is None else claim_of(length, always=schedule.equal_lengths)
             return plan, _Description(plan.n_mbs, length, longest, digest, len(plan.dropped), plan.named, claim)
 
         plan, descriptions = self._exchange(plan_and_describe)
@@ -123,7 +123,8 @@ class StepSync:
             raise empty_batch(sum(self._once_per_shard(dropped)))
         if compares:
             self._check_divided(counts, digests)
-        check_claims(claims, [max(lengths)] * len(lengths) if schedule.equal_lengths else lengths, longest)
+        if any(claims):
+            check_claims(claims, [max(lengths)] * len(lengths) if schedule.equal_lengths else lengths, longest)
         plan = plan.naming(_named_by_any(counts, named))
         # A rank without micro-batches does not know the keys from which fillers are built: they are those of the first rank that has some.
         if not all(counts):

@@ -44,9 +44,9 @@ def one_rank_refuses_alone(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.base:kind_of",
+    "areal.engine.memory_limit:MemoryLimit.claim",
     "dist/faults/test_memory_limit.py::test_free_memory_is_the_limit_and_kinds_are_apart[fsdp:d1]",
 )
 def passes_of_all_kinds_alike(right: Function) -> Function:
     """Passes without gradients are compared with those that have some."""
-    return lambda outputs, forward_only: ("logprobs",)
+    return lambda self, kind, tokens, always: right(self, next(iter(self._passes), kind), tokens, always=always)
