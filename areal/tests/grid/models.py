@@ -169,7 +169,7 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             try:
-                config = (FAMILIES | OUTSIDE_THE_GRID | _RECURRENT)[family](**changes)
+                config = (_RECURRENT | FAMILIES | OUTSIDE_THE_GRID)[family](**changes)
             except KeyError as error:
                 pytest.skip(f"this release of transformers has no model type {error}")
             model = tiny_model(config, seed)
