@@ -17,6 +17,7 @@ from areal.engine.model.hub import read_config
 from areal.plan.hardware import Hardware
 from areal.plan.layout_search import PlanJob, best_layouts, with_world_size
 from areal.plan.report import describe_layouts, describe_plan
+from areal.plan.trace import ENGINES
 from areal.utils import platform
 
 _WORLDS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -25,7 +26,7 @@ _WORLDS = (64, 128, 256, 512, 1024, 2048, 4096)
 def run_plan(options: Sequence[str]) -> int:
     """Print a plan. Returns the exit code: 1 if the plan is refused."""
     given, rest = _parser().parse_known_args(options)
-    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore")  # of libraries
     log = logging.getLogger("areal")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -54,9 +55,9 @@ def _print_plan(job: PlanJob, given: argparse.Namespace) -> None:
     if engine == "jax":
         _print_compiled(job, given)
         return
-    if engine != "fsdp":
+    if engine not in ENGINES:
         raise ValueError(
-            f"backend = {given.backend!r}: there are plans of the engines fsdp and jax; choose fsdp, fsdp with a layout, or jax with a layout"
+            f"backend = {given.backend!r}: there are plans of the engines {', '.join(ENGINES)} and jax; choose one of them, with a layout"
         )
     if given.topology is not None:
         raise ValueError(f"--topology {given.topology} with backend = {given.backend!r}: it is for jax; leave it out")
