@@ -46,7 +46,7 @@ _OF_BUFFERS = frozenset(
 )
 """Operations by which Megatron-Core gathers parameters and reduces gradients, in its buffers."""
 
-_AXES = {"dp_shard_cp": "shards", "dp_replicate": "replicas", "edp": "expert shards"}
+_AXES = {"dp_shard_cp": "shards", "dp_replicate": "replicas", "edp": "expert shards", "expt_dp": "expert shards"}
 
 
 class Collective(NamedTuple):

@@ -15,6 +15,7 @@ from areal.plan.engines.planned_step import PlannedStep
 from areal.plan.hardware import Hardware
 from areal.plan.planned_world import planned_world
 from areal.plan.step_recorder import Collective, CollectiveCalls, StepRecorder
+from areal.utils import platform
 
 ENGINES = {
     "fsdp": "areal.plan.engines.fsdp:PlannedEngine",
@@ -123,22 +124,40 @@ def trace_step(config: TrainEngineConfig, workload: Workload, rank: int, hardwar
         return Trace(dict(peak), recorder.collectives, recorder.flops, recorder.seconds + update, n_mbs)
 
 
+def check_engine(backend: str) -> None:
+    """Check that an engine runs on the meta device.
+
+    Args:
+        backend: name of an engine, with or without a layout.
+
+    Raises:
+        ValueError: there are no plans of the engine, or not in this process.
+    """
+    engine = backend.partition(":")[0]
+    if engine not in ENGINES:
+        raise ValueError(
+            f"backend = {backend!r}: there are plans of the engines {', '.join(ENGINES)} and jax; choose one of them, with a layout"
+        )
+    # Megatron-Core's CUDA calls are answered only where there is no GPU.
+    if engine == "megatron" and platform.accelerator() != "cpu":
+        raise ValueError(
+            f"backend = {backend!r}: a plan of the Megatron engine needs a process without a GPU; set CUDA_VISIBLE_DEVICES=''"
+        )
+
+
 def _planned_engine(config: TrainEngineConfig, memory: int) -> PlannedStep:
     """Return an engine on the meta device.
 
     Raises:
         ValueError: there are no plans of the engine, its packages are not installed, or the plan refuses an option.
     """
-    backend = config.dims.backend
-    if backend not in ENGINES:
-        raise ValueError(
-            f"backend = {config.backend!r}: there are plans of the engines {', '.join(ENGINES)}; choose one of them"
-        )
-    module, _, name = ENGINES[backend].partition(":")
+    check_engine(config.backend)
+    engine = config.dims.backend
+    module, _, name = ENGINES[engine].partition(":")
     try:
         return cast(PlannedStep, getattr(import_module(module), name)(config, memory))
     except ImportError as error:
-        raise ValueError(f"backend = {config.backend!r} ({error}): pip install 'areal[{backend}]'") from error
+        raise ValueError(f"backend = {config.backend!r} ({error}): pip install 'areal[{engine}]'") from error
 
 
 class TraceRequest(NamedTuple):

@@ -18,7 +18,6 @@ from areal.engine.megatron.optimizer import distributed
 from areal.engine.megatron.weights import MegatronWeights
 from areal.plan.engines.planned_step import PlannedStep, without_update
 from areal.plan.step_recorder import StepRecorder
-from areal.utils import platform
 from areal.utils.offload import expected_state_bytes, storage_bytes
 
 
@@ -31,10 +30,6 @@ class PlannedMegatronEngine(PlannedStep, MegatronEngine):
     """
 
     def __init__(self, config: TrainEngineConfig, memory: int) -> None:
-        if platform.accelerator() != "cpu":
-            raise ValueError(
-                f"backend = {config.backend!r}: a plan of the Megatron engine needs a process without a GPU; set CUDA_VISIBLE_DEVICES=''"
-            )
         super().__init__(config, memory)
         self._chained: Any = None
 

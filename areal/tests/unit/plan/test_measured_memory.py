@@ -13,7 +13,7 @@ import torch
 from areal.api import Batch, LoRAConfig, MicroBatchSpec, TokenOutputs
 from areal.plan.hardware import Hardware
 from areal.plan.trace import Trace, Workload, trace_step
-from areal.tests.harness.tiny import config, family_dir, started
+from areal.tests.harness.tiny import NEEDS_CPU, config, family_dir, started
 from areal.tests.harness.world import no_world, one_rank
 from areal.utils.functional import logprobs
 
@@ -34,7 +34,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[NEEDS_CPU] if name.startswith("megatron") else []) for name in CASES]
+)
 def test_bytes_are_those_of_a_step(case: str, tmp_path: Path) -> None:
     plan, measured, gradients = plan_and_step(case, tmp_path)
     # At the peak, in the second micro-batch, the gradients of the first exist.
