@@ -17,6 +17,7 @@ from areal.engine.model.hub import read_config
 from areal.plan.hardware import Hardware
 from areal.plan.layout_search import PlanJob, best_layouts, with_world_size
 from areal.plan.report import describe_layouts, describe_plan
+from areal.plan.trace import check_engine
 from areal.utils import platform
 
 _WORLDS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -25,7 +26,7 @@ _WORLDS = (64, 128, 256, 512, 1024, 2048, 4096)
 def run_plan(options: Sequence[str]) -> int:
     """Print a plan. Returns the exit code: 1 if the plan is refused."""
     given, rest = _parser().parse_known_args(options)
-    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore")  # of libraries
     log = logging.getLogger("areal")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -54,10 +55,7 @@ def _print_plan(job: PlanJob, given: argparse.Namespace) -> None:
     if engine == "jax":
         _print_compiled(job, given)
         return
-    if engine != "fsdp":
-        raise ValueError(
-            f"backend = {given.backend!r}: there are plans of the engines fsdp and jax; choose fsdp, fsdp with a layout, or jax with a layout"
-        )
+    check_engine(given.backend)
     if given.topology is not None:
         raise ValueError(f"--topology {given.topology} with backend = {given.backend!r}: it is for jax; leave it out")
     if given.world_size is None:
@@ -138,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="model directory or hub name; only config.json is read")
-    parser.add_argument("--backend", default="fsdp", help="engine with a layout, such as fsdp:t8p2, or alone")
+    parser.add_argument(
+        "--backend", default="fsdp", help="engine with a layout, such as fsdp:t8p2 or megatron:t8, or alone"
+    )
     parser.add_argument("--world-size", type=int, help="number of ranks; d of the layout is multiplied")
     parser.add_argument("--topology", help="devices of a jax layout: TPU chips such as v5p:2x2x1, or cpu:N")
     parser.add_argument("--tokens-per-rank", type=int, default=8192, help="tokens of a step divided by the ranks")

@@ -33,18 +33,14 @@ class Stage:
     overlapped: float
 
     @classmethod
-    def of(cls, rank: int, trace: Trace, hardware: Hardware, *, adapters: bool = False) -> Stage:
+    def of(cls, rank: int, trace: Trace, hardware: Hardware, *, waits: frozenset[str] = frozenset()) -> Stage:
         """Return a stage with the times of its collectives.
 
         Args:
-            adapters: adapters are trained, whose gradients are summed after the last backward, in one all-reduce of each group of ranks.
+            waits: names of collectives of parameters and gradients that do not overlap with the computation; see :func:`waiting`.
         """
         seconds = collective_seconds(trace.collectives, hardware)
-        exposed = sum(
-            value
-            for kind, value in seconds.items()
-            if kind.axis not in SHARDED or (adapters and kind.name == "all_reduce")
-        )
+        exposed = sum(value for kind, value in seconds.items() if kind.axis not in SHARDED or kind.name in waits)
         return cls(rank, trace, exposed, sum(seconds.values()) - exposed)
 
     @property
@@ -95,6 +91,16 @@ class LayoutPlan:
         return self.workload.tokens * self.config.dims.dp / self.config.dims.world_size / self.seconds
 
 
+def waiting(config: TrainEngineConfig) -> frozenset[str]:
+    """Return the names of collectives of parameters and gradients that the computation waits for."""
+    # The gradients of adapters are summed after the last backward, in one all-reduce of each group of ranks.
+    names = set() if config.lora is None else {"all_reduce"}
+    if config.dims.backend == "megatron":
+        names |= set() if config.megatron.overlap_grad_reduce else {"all_reduce", "reduce_scatter"}
+        names |= set() if config.megatron.overlap_param_gather else {"all_gather"}
+    return frozenset(names)
+
+
 def collective_seconds(
     collectives: Mapping[Collective, CollectiveCalls], hardware: Hardware
 ) -> dict[Collective, float]:
@@ -132,7 +138,7 @@ def plan_layout(
         rank = stage * ranks_per_stage
         request = TraceRequest(config, workload, rank, hardware, memory)
         found = trace_step(*request) if layers is None else layers.extrapolate(request)
-        stages.append(Stage.of(rank, found, hardware, adapters=config.lora is not None))
+        stages.append(Stage.of(rank, found, hardware, waits=waiting(config)))
     return LayoutPlan(config, workload, tuple(stages), pipeline_bubble(config, stages[0].trace.n_mbs))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.api import LoRAConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.api.config import MegatronConfig
 from areal.api.parallel import ParallelDims
 from areal.engine.model.hub import experts_per_layer, read_config
 from areal.plan.hardware import Hardware
@@ -82,6 +83,9 @@ class PlanJob:
             # A pattern, or a name with a dot, may select layers by their numbers.
             if targets != "all-linear" and (isinstance(targets, str) or any("." in name for name in targets)):
                 return None
+        megatron = MegatronConfig.model_validate(self.settings.get("megatron") or {})
+        if megatron.first_stage_layers is not None or megatron.last_stage_layers is not None:
+            return None
         return UniformLayers.of(self.model)
 
     def plan(self, dims: ParallelDims, layers: UniformLayers | None = None) -> LayoutPlan:
@@ -122,7 +126,7 @@ def layouts(job: PlanJob, backend: str, world_size: int) -> Iterator[ParallelDim
                 if left or not d:
                     continue
                 # One group of shards over all ranks, or replicas of a smaller one.
-                groups = {1, max(1, d * c // _LARGEST_SHARD_GROUP)} if p == 1 else {1}
+                groups = {1, max(1, d * c // _LARGEST_SHARD_GROUP)} if p == 1 and backend == "fsdp" else {1}
                 for r in sorted(r for r in groups if d % r == 0):
                     for e in (n for n in degrees if n == 1 or (experts and n <= experts and n >= node)):
                         if (d // r * c) % e == 0:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from areal.api import FinetuneSpec, TrainEngineConfig
 from areal.api.config import torch_dtype
 from areal.engine.model.hub import read_config
-from areal.plan.planned_engine import PlannedEngine
+from areal.plan.engines.fsdp import PlannedEngine
 from areal.plan.planned_world import planned_world
 
 

@@ -25,6 +25,9 @@ from areal.utils.releases import fsdp_param_groups
 
 NAMES = {
     "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_coalesced_": "all_reduce",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "alltoall_base_": "all_to_all",
@@ -38,7 +41,12 @@ NAMES = {
 SHARDED = frozenset({"shards", "replicas", "expert shards"})
 """Axes whose collectives carry parameters and gradients, and overlap with the computation."""
 
-_AXES = {"dp_shard_cp": "shards", "dp_replicate": "replicas", "edp": "expert shards"}
+_OF_BUFFERS = frozenset(
+    {"allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"}
+)
+"""Operations by which Megatron-Core gathers parameters and reduces gradients, in its buffers."""
+
+_AXES = {"dp_shard_cp": "shards", "dp_replicate": "replicas", "edp": "expert shards", "expt_dp": "expert shards"}
 
 
 class Collective(NamedTuple):
@@ -74,6 +82,7 @@ class StepRecorder(TorchDispatchMode):
         simulate: answer collectives and reads of values instead of running them, for tensors without values.
         seconds: function of floating point operations, bytes and the size of an element that returns the time of an operation.
         vocab_rows: rows of the output head on this rank, by which logits are recognised; 0 for none.
+        experts_per_token: experts that each column of a mask of Megatron-Core's tokens selects.
 
     Attributes:
         collectives: by kind.
@@ -87,9 +96,11 @@ class StepRecorder(TorchDispatchMode):
         simulate: bool = False,
         seconds: Callable[..., float] = lambda flops, nbytes, itemsize: 0.0,
         vocab_rows: int = 0,
+        experts_per_token: int = 0,
     ) -> None:
         super().__init__()
         self._simulate, self._seconds, self._vocab_rows = simulate, seconds, vocab_rows
+        self._experts_per_token = experts_per_token
         self.collectives: dict[Collective, CollectiveCalls] = {}
         self.flops = 0.0
         self.seconds = 0.0
@@ -106,7 +117,11 @@ class StepRecorder(TorchDispatchMode):
         # The host reads a value, which a plan does not have: any that lets the step go on.
         if self._simulate and name == "_local_scalar_dense" and args[0].is_meta:
             return 1.0 if args[0].is_floating_point() else 1
-        out = func(*args, **kwargs)
+        # The number of selected elements is that of a mask's values.
+        if self._simulate and name == "masked_select" and args[0].is_meta:
+            out = args[0].new_empty(args[1].shape[-1] * self._experts_per_token)
+        else:
+            out = func(*args, **kwargs)
         if name == "exchange_rows":
             self._count(name, _resolve_process_group(args[3]), max(args[0].nbytes, out.nbytes))
         elif self._simulate:
@@ -115,9 +130,9 @@ class StepRecorder(TorchDispatchMode):
 
     def watch(self, model: nn.Module, factors: Iterable[nn.Parameter] = ()) -> None:
         """Tell the gathered parameters and the gradients of an FSDP model, and of an adapter, from other tensors. In place."""
+        factors = list(factors)
+        self.ignore(factors)
         for factor in factors:
-            # Views of a factor are no new memory.
-            self._storages[factor.untyped_storage()._cdata] = "parameters", 0
             factor.register_post_accumulate_grad_hook(lambda x: self._set(x.grad, "gradients"))
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -125,6 +140,11 @@ class StepRecorder(TorchDispatchMode):
                     # FSDP resizes the storages of gathered parameters, which no operation shows.
                     for name in ("wait_for_unshard", "reshard", "post_backward"):
                         setattr(group, name, self._watched(getattr(group, name), group))
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Let the storages of tensors that exist count as no new memory, views of them included. In place."""
+        for tensor in tensors:
+            self._storages[tensor.untyped_storage()._cdata] = "held", 0
 
     # ---- collectives
 
@@ -136,18 +156,21 @@ class StepRecorder(TorchDispatchMode):
         )
         buffers = [[x] if isinstance(x, Tensor) else x for x in args if isinstance(x, Tensor | list)]
         buffers = [[x for x in pytree.tree_leaves(tensors) if isinstance(x, Tensor)] for tensors in buffers]
-        self._count(name, group, max(sum(x.nbytes for x in tensors) for tensors in buffers))
+        of_buffers = name in _OF_BUFFERS
+        self._count(name, group, max(sum(x.nbytes for x in tensors) for tensors in buffers), of_buffers=of_buffers)
         if not self._simulate:
             return func(*args, **kwargs)
-        # Buffers of parameters and gradients live only for their collective.
-        if _axis(group) in SHARDED:
+        # FSDP's buffers of parameters and gradients live only for their collective.
+        if not of_buffers and _axis(group) in SHARDED:
             for x in pytree.tree_leaves(buffers):
                 self._set(x, "communication")
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
-    def _count(self, name: str, group: dist.ProcessGroup, nbytes: int) -> None:
+    def _count(self, name: str, group: dist.ProcessGroup, nbytes: int, *, of_buffers: bool = False) -> None:
         axis = _axis(group)
+        if of_buffers:
+            axis = "expert shards" if axis == "expert shards" else "shards"
         if axis is None or group.size() == 1 or NAMES[name] == "broadcast":
             return
         ranks = dist.get_process_group_ranks(group)
@@ -218,6 +241,9 @@ class StepRecorder(TorchDispatchMode):
 
 
 def _axis(group: dist.ProcessGroup) -> str | None:
-    """Return the axis of the device mesh that a group belongs to; ``None`` for other groups, such as the control plane's."""
-    named = re.fullmatch(r"mesh_(\w+?)(_\d+)?", group.group_desc)
+    """Return the axis of the device mesh, or of Megatron's grid, that a group belongs to.
+
+    ``None`` for other groups, such as the control plane's.
+    """
+    named = re.fullmatch(r"(?:mesh|grid)_([a-z_+]+?)(_\d+)?", group.group_desc)
     return _AXES.get(named[1], named[1]) if named else None

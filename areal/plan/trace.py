@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib import import_module
+from typing import NamedTuple, cast
 
 import torch
 
 from areal.api import FinetuneSpec, TrainEngineConfig
+from areal.plan.engines.planned_step import PlannedStep
 from areal.plan.hardware import Hardware
-from areal.plan.planned_engine import PlannedEngine
 from areal.plan.planned_world import planned_world
 from areal.plan.step_recorder import Collective, CollectiveCalls, StepRecorder
+from areal.utils import platform
+
+ENGINES = {
+    "fsdp": "areal.plan.engines.fsdp:PlannedEngine",
+    "megatron": "areal.plan.engines.megatron:PlannedMegatronEngine",
+}
+"""Names of engines that run on the meta device -> their classes."""
 
 
 @dataclass(frozen=True)
@@ -91,28 +99,65 @@ def trace_step(config: TrainEngineConfig, workload: Workload, rank: int, hardwar
         ValueError: the engine refuses the layout, or the plan an option.
     """
     with planned_world(rank, config.dims.world_size):
-        engine = PlannedEngine(config, memory)
+        engine = _planned_engine(config, memory)
         engine.initialize(FinetuneSpec(total_train_steps=1))
         with engine:
             mbs = engine.microbatches(workload.batch())
-            with StepRecorder(simulate=True):
-                engine.gather_once()
-            rows = [chunk.hf.get_output_embeddings().weight for chunk in engine.chunks if chunk.has_head]
-            vocab_rows = -(-rows[0].shape[0] // config.dims.tp) if rows else 0
-            recorder = StepRecorder(simulate=True, seconds=hardware.operation_seconds, vocab_rows=vocab_rows)
-            recorder.watch(engine.chunks, engine.factors)
+            with StepRecorder(simulate=True, experts_per_token=engine.experts_per_token):
+                engine.warm_up(mbs)
+            recorder = StepRecorder(
+                simulate=True,
+                seconds=hardware.operation_seconds,
+                vocab_rows=engine.head_rows,
+                experts_per_token=engine.experts_per_token,
+            )
+            engine.watch(recorder)
             with recorder:
                 engine.run_step(mbs)
-            parameters, state = engine.parameter_bytes(), engine.optimizer_bytes()
-            held = {"parameters": parameters, "gradients": 0, "optimizer": state}
-            # AdamW reads parameters, gradients and state, and writes parameters and state.
-            update = hardware.operation_seconds(0.0, 3 * engine.gradient_bytes() + 2 * state) if state else 0.0
+            held, updated = engine.held_bytes(), engine.update_bytes()
+            update = hardware.operation_seconds(0.0, updated) if updated else 0.0
             n_mbs = len(mbs)
         peak: Counter[str] = Counter(held)
         peak.update({kind: nbytes for kind, nbytes in recorder.peak.items() if kind})
         for kind in ("activations", "logits", "communication"):
             peak.setdefault(kind, 0)
         return Trace(dict(peak), recorder.collectives, recorder.flops, recorder.seconds + update, n_mbs)
+
+
+def check_engine(backend: str) -> None:
+    """Check that an engine runs on the meta device.
+
+    Args:
+        backend: name of an engine, with or without a layout.
+
+    Raises:
+        ValueError: there are no plans of the engine, or not in this process.
+    """
+    engine = backend.partition(":")[0]
+    if engine not in ENGINES:
+        raise ValueError(
+            f"backend = {backend!r}: there are plans of the engines {', '.join(ENGINES)} and jax; choose one of them, with a layout"
+        )
+    # Megatron-Core's CUDA calls are answered only where there is no GPU.
+    if engine == "megatron" and platform.accelerator() != "cpu":
+        raise ValueError(
+            f"backend = {backend!r}: a plan of the Megatron engine needs a process without a GPU; set CUDA_VISIBLE_DEVICES=''"
+        )
+
+
+def _planned_engine(config: TrainEngineConfig, memory: int) -> PlannedStep:
+    """Return an engine on the meta device.
+
+    Raises:
+        ValueError: there are no plans of the engine, its packages are not installed, or the plan refuses an option.
+    """
+    check_engine(config.backend)
+    engine = config.dims.backend
+    module, _, name = ENGINES[engine].partition(":")
+    try:
+        return cast(PlannedStep, getattr(import_module(module), name)(config, memory))
+    except ImportError as error:
+        raise ValueError(f"backend = {config.backend!r} ({error}): pip install 'areal[{engine}]'") from error
 
 
 class TraceRequest(NamedTuple):

@@ -51,6 +51,10 @@ class UniformLayers:
             raise ValueError(
                 f"backend = '{dims}' has {chunks} stages, and the model {self.number} layers: choose a smaller p or v"
             )
+        if dims.backend == "megatron" and self.number % chunks:
+            raise ValueError(
+                f"backend = '{dims}': {self.number} layers do not split evenly over {chunks} stages; choose another p or v"
+            )
         schedule, counts = choose_schedule(config), even_counts(self.number, chunks)
         by_rank: Counter[int] = Counter()
         for chunk, count in enumerate(counts):

@@ -176,7 +176,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of tensors, each once, without those that are empty (offloaded)."""
     local = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
-    unique = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in local if x.untyped_storage().nbytes()}
+    unique = {x.untyped_storage()._cdata: x.untyped_storage() for x in local if x.untyped_storage().nbytes()}
     return list(unique.values())
 
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+from areal.utils import platform
+
 _installed = False
 
 
@@ -66,7 +68,8 @@ def finish(random: ModuleType, moe_utils: ModuleType, token_dispatcher: ModuleTy
 
 
 def _map_devices_and_streams() -> None:
-    for name in ("current_device", "current_stream", "stream", "Event"):
+    torch.cuda.current_device = _device  # type: ignore[assignment]
+    for name in ("current_stream", "stream", "Event"):
         setattr(torch.cuda, name, getattr(torch.cpu, name))
     # A new function, because dynamo has a table of functions in which each may occur once.
     torch.cuda.synchronize = lambda device=None: torch.cpu.synchronize()
@@ -88,13 +91,18 @@ class _Stream(torch.cpu.Stream):
         return event or torch.cpu.Event()
 
 
+def _device() -> str:
+    """Return the device of Megatron-Core's tensors: the CPU, or the meta device in a plan."""
+    return "meta" if platform.is_planned() else "cpu"
+
+
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(factory)
     def on_cpu(*args: Any, **options: Any) -> Tensor:
         wanted = options.get("device")
         # Only calls from Megatron are redirected: other code keeps torch's behaviour.
         if wanted is not None and _asked_by_megatron() and torch.device(wanted).type == "cuda":
-            options["device"] = "cpu"
+            options["device"] = _device()
             options.pop("pin_memory", None)
         return factory(*args, **options)
 
@@ -114,7 +122,7 @@ def _type_as_megatron_expects(original: Callable[..., Any]) -> Callable[..., Any
     def type_of(self: Tensor, *args: Any, **options: Any) -> Any:
         answer = original(self, *args, **options)
         if not args and not options and _asked_by_megatron():
-            return answer.replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{answer.rpartition('.')[2]}"
         return answer
 
     return type_of

@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -90,7 +91,7 @@ class MegatronEngine(BaseTrainEngine):
         # The optimizer comes before the weights: they also fill its float32 main parameters.
         settings = config.optimizer if config.lora is None else None
         chained = megatron_optimizer(trained, settings, config, groups) if settings else None
-        weights.load(config, chained)
+        self._fill(weights, chained)
         optimizer = (
             step_optimizer(chained, settings, spec.total_train_steps, self.device) if chained and settings else None
         )
@@ -174,6 +175,10 @@ class MegatronEngine(BaseTrainEngine):
             ).to(self.device)
             for number in range(self.dims.vpp)
         ]
+
+    def _fill(self, weights: MegatronWeights, optimizer: ChainedOptimizer | None) -> None:
+        """Fill the parameters, and the main parameters of the optimizer."""
+        weights.load(self.config, optimizer)
 
     def _describe(self, cp: ContextParallel, groups: ProcessGroupCollection) -> dict[str, str]:
         """Describe what was applied, for the log."""

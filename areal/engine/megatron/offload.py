@@ -36,7 +36,7 @@ class MegatronOffload(HostMemory):
                 "optimizer": lambda: _optimizer_state_tensors(optimizer),
             },
             folder,
-            {"optimizer": lambda: _expected_bytes(optimizer)},
+            {"optimizer": lambda: expected_optimizer_bytes(optimizer)},
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
@@ -55,7 +55,7 @@ def _optimizer_state_tensors(optimizer: ChainedOptimizer | None) -> list[Tensor]
     return [*moments, *_main_parameters(optimizer)]
 
 
-def _expected_bytes(optimizer: ChainedOptimizer | None) -> int:
+def expected_optimizer_bytes(optimizer: ChainedOptimizer | None) -> int:
     """Return the bytes of the optimizer state after the first step, which creates the moments."""
     moments = sum(expected_state_bytes(inner.optimizer) for inner in _inner_optimizers(optimizer))
     return moments + sum(main.nbytes for main in _main_parameters(optimizer))

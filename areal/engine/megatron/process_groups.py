@@ -84,12 +84,13 @@ class ProcessGroups:
     def _group(self, grid: Tensor, axes: tuple[str, ...], spans: list[str]) -> dist.ProcessGroup:
         """Create all groups over the axes ``spans``, and return that of this rank."""
         fixed = [axis for axis in axes if axis not in spans]
+        name = "+".join(axis for axis in spans if grid.shape[axes.index(axis)] > 1)
         mine = None
         # Every rank creates every group, in the same order: new_group is collective over the world.
         for coordinate in product(*(range(grid.shape[axes.index(axis)]) for axis in fixed)):
             index = tuple(coordinate[fixed.index(axis)] if axis in fixed else slice(None) for axis in axes)
             ranks = tuple(grid[index].flatten().tolist())
-            group = self._get_or_create(ranks)
+            group = self._get_or_create(ranks, name)
             mine = group if self._rank in ranks else mine
         if mine is None:
             raise RuntimeError(f"rank {self._rank} is in no group over {spans}")
@@ -101,12 +102,13 @@ class ProcessGroups:
         mine = None
         for ranks in pipelines:
             ends = tuple(dict.fromkeys((ranks[0], ranks[-1])))
-            group = self._get_or_create(ends)
+            group = self._get_or_create(ends, "pp")
             mine = group if self._rank in ends else mine
         return mine
 
-    def _get_or_create(self, ranks: Ranks) -> dist.ProcessGroup | None:
+    def _get_or_create(self, ranks: Ranks, name: str) -> dist.ProcessGroup | None:
+        """Return the group of these ranks, ``None`` on others. A new one has the axes that it spans as its name."""
         if ranks not in self._groups:
-            group = dist.new_group(list(ranks), backend=platform.collective_backend())
+            group = dist.new_group(list(ranks), backend=platform.collective_backend(), group_desc=f"grid_{name}")
             self._groups[ranks] = group if self._rank in ranks else None
         return self._groups[ranks]

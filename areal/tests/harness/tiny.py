@@ -32,8 +32,12 @@ from areal.engine.registry import create_engine
 from areal.tests.grid.cases import CASES, samples
 from areal.tests.grid.models import VOCAB, model_dir, tiny_model
 from areal.tests.harness.world import digest, locked, world
+from areal.utils import platform
 
 Sample = dict[str, Tensor]
+
+NEEDS_CPU = pytest.mark.skipif(platform.accelerator() != "cpu", reason="Megatron-Core is planned without a GPU only")
+"""Mark of tests of plans of the Megatron engine."""
 
 LAYOUTS = {
     1: ("fsdp:d1", "megatron:d1"),

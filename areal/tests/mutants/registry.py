@@ -59,6 +59,7 @@ import areal.tests.mutants.bugs.model.memory
 import areal.tests.mutants.bugs.model.memory_limit
 import areal.tests.mutants.bugs.model.plan
 import areal.tests.mutants.bugs.model.plan_engines
+import areal.tests.mutants.bugs.model.plan_megatron
 import areal.tests.mutants.bugs.model.recurrence
 import areal.tests.mutants.bugs.rollouts.weight_slices  # noqa: F401
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,16 +12,18 @@ import torch.distributed as dist
 from areal.api import OptimizerConfig
 from areal.api.parallel import ParallelDims
 from areal.cli.plan import run_plan
+from areal.engine.model.hub import read_config
 from areal.plan.hardware import Hardware
 from areal.plan.layout_plan import Stage
-from areal.plan.layout_search import PlanJob, with_world_size
+from areal.plan.layout_search import PlanJob, layouts, with_world_size
 from areal.plan.scaling_picture import save_scaling
 from areal.plan.state_bytes import count_parameters
 from areal.plan.step_recorder import Collective, CollectiveCalls
 from areal.plan.trace import Trace
 from areal.plan.uniform_layers import UniformLayers
-from areal.tests.harness.tiny import family_dir
+from areal.tests.harness.tiny import NEEDS_CPU, family_dir
 from areal.tests.harness.world import no_world
+from areal.utils import platform
 
 SETTINGS = {"dtype": "bfloat16", "optimizer": OptimizerConfig(lr=1e-3, lr_scheduler="constant")}
 
@@ -40,7 +43,10 @@ def job(**changes: object) -> PlanJob:
     return PlanJob(model=family_dir("qwen3", num_hidden_layers=8), **{**fields, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["fsdp:d2t2", "fsdp:d2p2"])
+@pytest.mark.parametrize(
+    "backend",
+    ["fsdp:d2t2", "fsdp:d2p2", *(pytest.param(x, marks=NEEDS_CPU) for x in ("megatron:d2t2", "megatron:d2p2"))],
+)
 def test_few_layers_tell_the_costs_of_all(backend: str) -> None:
     dims = ParallelDims.parse(backend)
     full, short = job().plan(dims), job().plan(dims, UniformLayers.of(job().model))
@@ -114,6 +120,54 @@ def test_collectives_of_parameters_overlap_and_others_do_not() -> None:
     assert hardware.collective_seconds("all_gather", 1e9, 4, 4) == pytest.approx(0.75 / 0.5)
 
 
+@NEEDS_CPU
+def test_collectives_of_buffers_overlap_only_if_they_are_set_to() -> None:
+    dims = ParallelDims.parse("megatron:d4")
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    waits = job().plan(dims).slowest
+    reduced = job(settings={**SETTINGS, "megatron": {"overlap_grad_reduce": True}}).plan(dims).slowest
+    both = job(settings={**SETTINGS, "megatron": overlaps}).plan(dims).slowest
+    assert waits.overlapped == 0 < reduced.overlapped < both.overlapped
+    assert waits.exposed > reduced.exposed > both.exposed
+    # The buckets and their bytes are the same.
+    assert counted(waits) == counted(reduced) == counted(both)
+
+
+@NEEDS_CPU
+def test_experts_of_megatron_get_equally_many_tokens() -> None:
+    model = family_dir("qwen3_moe")
+    config = read_config(model)
+    experts = dataclasses.replace(job(), model=model)
+    kept, exchanged = (
+        experts.plan(ParallelDims.parse(layout)).largest.trace for layout in ("megatron:d4", "megatron:d2e2")
+    )
+    assert exchanged.flops == pytest.approx(kept.flops)
+    # One sequence of 64 tokens: copies of rows go there and back, forward and backward, and their weights go there, with gradients back.
+    (nbytes,) = (calls.nbytes for kind, calls in exchanged.collectives.items() if kind.name == "all_to_all")
+    copies = 64 * config.num_experts_per_tok * config.num_hidden_layers
+    assert nbytes == copies * 2 * (4 * config.hidden_size + 2)
+
+
+def test_search_of_megatron_leaves_out_what_it_refuses() -> None:
+    # Three stages do not divide eight layers, which models of three and six layers do not show.
+    with pytest.raises(ValueError, match="8 layers do not split evenly over 3 stages"):
+        job().plan(ParallelDims.parse("megatron:d1p3"), UniformLayers.of(job().model))
+    # Stages of another depth are not like the others.
+    assert job(settings={"megatron": {"first_stage_layers": 2}}).uniform_layers() is None
+    # There are no groups of replicas.
+    found = {str(dims) for engine in ("fsdp", "megatron") for dims in layouts(job(), engine, 128)}
+    assert "fsdp:d64r2" in found
+    assert "megatron:d128" in found
+    assert not [name for name in found if name.startswith("megatron") and "r2" in name]
+
+
+def test_megatron_is_planned_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(platform, "accelerator", lambda: "cuda")
+    for backend in ("megatron", "megatron:t2"):
+        assert run_plan(["--model", family_dir("qwen3"), "--backend", backend, "--world-size", "4"]) == 1
+        assert "set CUDA_VISIBLE_DEVICES=''" in capsys.readouterr().err
+
+
 def test_layout_fills_the_world() -> None:
     assert str(with_world_size(ParallelDims.parse("fsdp:t8p2"), 1024)) == "fsdp:d64p2t8"
     with pytest.raises(ValueError, match="world_size = 100 with backend"):
@@ -150,7 +204,9 @@ def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
     ("options", "error"),
     [
         (["--backend", "fsdp:t8"], "does not divide over 8 tensor-parallel ranks"),
-        (["--backend", "megatron:t2"], "there are plans of the engines fsdp and jax"),
+        (["--backend", "other:t2"], "there are plans of the engines fsdp, megatron and jax"),
+        pytest.param(["--backend", "megatron:t8"], "t8 does not divide the model's", marks=NEEDS_CPU),
+        pytest.param(["--backend", "megatron:p4"], "layers do not split", marks=NEEDS_CPU),
         (["--backend", "jax:t2"], "needs a layout and a topology"),
         (["--backend", "fsdp:t2", "--topology", "v5p:2x2x1"], "it is for jax"),
         (["--backend", "fsdp:t2", "--sequence", "4096"], "less than one sequence of 4096"),

@@ -28,7 +28,7 @@ def every_collective_stays_on_a_node(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.plan.planned_engine:PlannedEngine.optimizer_bytes", PLAN + "test_state_is_two_moments_of_the_parameters")
+@mutant("areal.plan.engines.fsdp:PlannedEngine.optimizer_bytes", PLAN + "test_state_is_two_moments_of_the_parameters")
 def one_moment(right: Function) -> Function:
     """AdamW is planned with one moment instead of two."""
     return lambda self: right(self) // 2

@@ -11,7 +11,7 @@ ADAPTERS = "unit/plan/test_plan.py::test_{}"
 
 
 @mutant(
-    "areal.plan.planned_engine:PlannedEngine.optimizer_bytes",
+    "areal.plan.engines.fsdp:PlannedEngine.optimizer_bytes",
     ADAPTERS.format("adapters_are_what_is_trained"),
     "dist/plan/test_against_gloo.py::test_plan_is_the_step_of_four_ranks[*adapters]",
 )

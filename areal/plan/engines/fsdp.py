@@ -1,0 +1,91 @@
+"""The FSDP engine on the meta device: its own code, without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from areal.api import MicroBatchList, TrainEngineConfig
+from areal.api.config import OptimizerConfig
+from areal.engine.fsdp.engine import FSDPEngine
+from areal.engine.torch.model_chunks import ModelChunks
+from areal.engine.torch.random_init import materialize
+from areal.plan.engines.planned_step import PlannedStep, nothing, without_update
+from areal.plan.step_recorder import StepRecorder
+from areal.utils.offload import expected_state_bytes, storage_bytes
+from areal.utils.releases import fsdp_param_groups
+
+
+class PlannedEngine(PlannedStep, FSDPEngine):
+    """An FSDP engine in :func:`~areal.plan.planned_world.planned_world`.
+
+    Args:
+        config: configuration of the engine. The weights at ``path`` are not read.
+        memory: bytes of a rank's device.
+    """
+
+    def __init__(self, config: TrainEngineConfig, memory: int) -> None:
+        # Liger's kernels need CUDA: the engine would refuse them on the meta device.
+        liger = None if config.fsdp.layer_kernels == "torch" else config.fsdp.layer_kernels
+        for name, value in (("fsdp.compile", config.fsdp.compile), ("fsdp.layer_kernels", liger)):
+            if value:
+                raise ValueError(f"{name} = {value!r}: a plan does not support it; leave it out to plan the rest")
+        super().__init__(config, memory)
+
+    def _fill(self, chunks: ModelChunks) -> None:
+        for chunk in chunks:
+            materialize(chunk, self.device, self.device)
+            for module in chunk.modules():
+                # FSDP refuses parameters on the meta device, which usually were forgotten there.
+                for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
+                    group._validate_no_meta_params = nothing
+
+    def _torch_optimizer(self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
+        return without_update(super()._torch_optimizer(named, config))
+
+    @property
+    def chunks(self) -> ModelChunks:
+        """The sharded model of this rank."""
+        return self._require_components().model  # type: ignore[return-value]
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes of this rank's shards of the parameters, with the padding of uneven shards, and of its adapter."""
+        return storage_bytes([*self.chunks.parameters(), *self.factors])
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of this rank's reduced gradients: those of what is trained. 0 without an optimizer."""
+        if self._require_components().optimizer is None:
+            return 0
+        return storage_bytes(self.factors or [parameter for _, parameter in self.chunks.trained()])
+
+    def optimizer_bytes(self) -> int:
+        """Return the bytes of this rank's optimizer state after the first step, without scalars."""
+        optimizer: Any = (self._adapter or self._require_components()).optimizer
+        return 0 if optimizer is None else expected_state_bytes(optimizer.inner)
+
+    @property
+    def head_rows(self) -> int:
+        heads: list[Any] = [chunk.hf.get_output_embeddings() for chunk in self.chunks if chunk.has_head]
+        return -(-heads[0].weight.shape[0] // self.dims.tp) if heads else 0
+
+    def warm_up(self, mbs: MicroBatchList) -> None:
+        # The first step of an engine gathers every layer before its first forward.
+        for module in self.chunks.modules():
+            if self.dims.pp == 1 and isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
+
+    def watch(self, recorder: StepRecorder) -> None:
+        recorder.watch(self.chunks, self.factors)
+
+    def held_bytes(self) -> dict[str, int]:
+        # Gradients are released at the end of a step.
+        return {"parameters": self.parameter_bytes(), "gradients": 0, "optimizer": self.optimizer_bytes()}
+
+    def update_bytes(self) -> int:
+        # AdamW reads parameters, gradients and state, and writes parameters and state.
+        state = self.optimizer_bytes()
+        return 3 * self.gradient_bytes() + 2 * state if state else 0
