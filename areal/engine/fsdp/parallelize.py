@@ -44,6 +44,10 @@ def parallelize(
     # themselves what selective checkpointing does.
     if not (config.fsdp.compile and config.activation_checkpointing == "selective"):
         checkpoint_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
+        if model.recurrence is not None:
+            for layer in layers:
+                if isinstance(layer.forward, RecomputedForward):
+                    layer.forward.remember.append(keep_running)
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
         # A pipeline stage runs several forwards before the first backward: by default its weights stay gathered.
@@ -96,7 +100,6 @@ def checkpoint_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing,
     for layer in layers:
         if isinstance(layer.forward, RecomputedForward):
             keep_gathered(layer)
-            layer.forward.remember.append(keep_running)
             remember = keep_dispatch(layer)
             if remember is not None:
                 layer.forward.remember.append(remember)

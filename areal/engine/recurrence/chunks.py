@@ -77,13 +77,13 @@ class RunChunks:
         tokens = torch.where(tokens < lasts[:, None], tokens, length).flatten()
         places = torch.empty(length + 1, dtype=torch.long)
         places[tokens] = torch.arange(len(tokens))
-        sources = [torch.tensor([span[2] for span in each]) if depth else None for depth, each in enumerate(by_depth)]
+        sources = [[span[2] for span in each] if depth else [] for depth, each in enumerate(by_depth)]
         with_context, after_context = _contexts(before, sizes.context)
         return cls(
             sizes=sizes,
             tokens=tokens,
             places=places[:length],
-            sources=tuple(torch.empty(0, dtype=torch.long) if each is None else each for each in sources),
+            sources=tuple(torch.tensor(each, dtype=torch.long) for each in sources),
             counts=tuple(len(each) for each in by_depth),
             with_context=with_context,
             after_context=after_context,
@@ -146,11 +146,16 @@ def _before(stream: TokenStream) -> Tensor:
     return before
 
 
+def _begins_run(before: Tensor) -> Tensor:
+    """Return whether each token is the first of its run, bool ``[T]``."""
+    first = before != torch.arange(len(before)) - 1
+    first[:1] = True
+    return first
+
+
 def _piece_starts(before: Tensor) -> list[int]:
     """Return where pieces of runs begin: at the beginning of a run, and after a token that another run continues from."""
-    places = torch.arange(len(before))
-    first = before != places - 1
-    first[:1] = True
+    first = _begins_run(before)
     continued = before[first]
     first[(continued[continued != _NONE] + 1).clamp(max=len(before) - 1)] = True
     starts: list[int] = first.nonzero().flatten().tolist()
@@ -161,9 +166,7 @@ def _contexts(before: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Return the fields ``with_context`` and ``after_context`` of :class:`RunChunks`."""
     length = len(before)
     # Runs alone: inside of a run, the tokens before are there already.
-    first = before != torch.arange(length) - 1
-    first[:1] = True
-    starts = first.nonzero().flatten()
+    starts = _begins_run(before).nonzero().flatten()
     # One more entry, so that the token before none is none again. Both have the index of the row of zeros.
     previous = torch.cat([torch.where(before == _NONE, length, before), torch.tensor([length])])
     columns: list[Tensor] = []
