@@ -89,13 +89,12 @@ class FSDPConfig(BackendConfig):
     text_only: bool = Field(
         default=False, description="Accept a model that also takes images, videos or sound, and train it on text alone."
     )
+    freeze_vision: bool = Field(default=False, description="Train nothing of a model's vision tower.")
     layer_kernels: Literal["torch", "liger"] = Field(
         default="torch",
         description="Kernels of norms, SwiGLU and rotary embeddings: torch's, or Liger's, which need CUDA and the extra `liger`.",
     )
-    compile: bool = Field(
-        default=False, description="Compile each layer with torch.compile, once for micro-batches of every length."
-    )
+    compile: bool = Field(default=False, description="Compile each layer with torch.compile, once for all lengths.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile, by name.")
 
     @field_validator("compile_backend")

@@ -44,6 +44,32 @@ class PrefixTree:
         return len(self.tokens)
 
 
+Grid = tuple[int, int, int]
+"""Patches of an image in time, height and width."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInputs:
+    """The distinct images of a micro-batch, and the tokens that stand for them.
+
+    Attributes:
+        pixel_values: float ``[P, C]``. Patches of all images, end to end. A micro-batch without images has a black one, for which no
+            token stands.
+        grids: int64 ``[n, 3]``. Patches of each image in time, height and width.
+        rows: int64 ``[T]``. For each packed token its row among the tokens of all images, end to end; -1 for a token of text.
+        positions: int64 ``[T, 3]``. Position of each packed token in its sequence, in time, height and width.
+    """
+
+    pixel_values: Tensor
+    grids: Tensor
+    rows: Tensor
+    positions: Tensor
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> ImageInputs:
+        """Apply ``fn`` to every tensor, and return the result."""
+        return ImageInputs(fn(self.pixel_values), fn(self.grids), fn(self.rows), fn(self.positions))
+
+
 class MicroBatchLayout(Protocol):
     """Index tensors of a micro-batch."""
 
@@ -70,6 +96,7 @@ class MicroBatch:
         adapters: name of the adapter of each sequence, equal names next to each other within a stream; ``None`` for the selected one.
         streams: the streams of a micro-batch that several devices of one process compute, end to end: each is a micro-batch with
             some of the sequences. Empty for one stream.
+        images: images of the sequences, on the engine's device; ``None`` for a model of text.
     """
 
     index: int
@@ -84,6 +111,7 @@ class MicroBatch:
     layout: MicroBatchLayout | None = None
     adapters: tuple[str, ...] | None = None
     streams: tuple[MicroBatch, ...] = ()
+    images: ImageInputs | None = None
 
     @property
     def n_tokens(self) -> int:

@@ -199,6 +199,7 @@ class BaseTrainEngine(EngineState):
             components.media_tokens,
             components.streams,
             not components.rows and not self.supported_options.isdisjoint(("mb_spec", "mb_spec.share_prefixes")),
+            components.images,
         )
 
     def _prepare(

@@ -15,6 +15,7 @@ from areal.api.engine import BatchInput, Outputs, TrainEngine
 from areal.api.loss import Normalization
 from areal.engine.loss_step import check_outputs
 from areal.utils.data import ADAPTER, BatchPlan, plan_batch
+from areal.utils.data.images import ImageRules
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +117,10 @@ class BatchRules:
         value_head: True if the model has a value head.
         routing: rules for the recorded routing of experts.
         adapters: True if the engine has adapters, which samples may name.
-        media_tokens: token ids that stand for an image, a video or sound.
+        media_tokens: token ids that stand for an image, a video or sound that the engine does not take.
         streams: packed streams of a micro-batch.
         may_share: whether the model can compute common prefixes once.
+        images: images that the model takes; ``None`` if it is trained on text alone.
     """
 
     spec: MicroBatchSpec
@@ -130,6 +132,7 @@ class BatchRules:
     media_tokens: frozenset[int] = frozenset()
     streams: int = 1
     may_share: bool = True
+    images: ImageRules | None = None
 
     def cutting_by(self, spec: MicroBatchSpec | None) -> BatchRules:
         """Return the rules of a call that names a budget and granularity; ``None`` for these rules."""
@@ -161,7 +164,13 @@ class BatchRules:
         self.check_outputs(outputs)
         check_sharing(self.spec, possible=self.may_share)
         plan = plan_batch(
-            batch, self.spec, align=self.align, vocab_size=self.vocab_size, trees=trees, streams=self.streams
+            batch,
+            self.spec,
+            align=self.align,
+            vocab_size=self.vocab_size,
+            trees=trees,
+            streams=self.streams,
+            images=self.images,
         )
         _check_temperature(plan)
         _check_media_tokens(plan, self.media_tokens)
@@ -233,7 +242,7 @@ def _check_media_tokens(plan: BatchPlan, media_tokens: frozenset[int]) -> None:
     for token in media_tokens if plan.n_mbs else ():
         if bool((plan.tokens["input_ids"] == token).any()):
             raise ValueError(
-                f"input_ids has the token {token}, which stands for an image, a video or sound: engines train on text alone; leave such "
+                f"input_ids has the token {token}, which stands for an image, a video or sound that this engine does not take: leave such "
                 "samples out"
             )
 

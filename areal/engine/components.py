@@ -19,6 +19,7 @@ from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.moe.routing import ExpertRouting, no_experts
 from areal.engine.optimizer import GradientState
 from areal.engine.schedule import Schedule
+from areal.utils.data.images import ImageRules
 
 
 class Model(Protocol):
@@ -155,7 +156,8 @@ class EngineComponents:
         gradients: of what is trained, the model or its adapters.
         vocab_size: upper bound of token ids.
         max_positions: length of the sequences for which the model was made, in tokens; ``None`` if unknown.
-        media_tokens: token ids that stand for an image, a video or sound.
+        media_tokens: token ids that stand for an image, a video or sound that the engine does not take.
+        images: images that the model takes; ``None`` if it is trained on text alone.
         streams: packed streams of a micro-batch that this process computes, each within the budget of a micro-batch.
         rows: whether the model runs one sequence per row instead of packed sequences.
         token_split: number of ranks over which each context-parallel rank's tokens are split again, by sequence parallelism.
@@ -176,6 +178,7 @@ class EngineComponents:
     vocab_size: int
     max_positions: int | None = None
     media_tokens: frozenset[int] = frozenset()
+    images: ImageRules | None = None
     streams: int = 1
     rows: bool = False
     token_split: int = 1

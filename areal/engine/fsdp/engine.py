@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from areal.api.batch import TokenOutputs
 from areal.api.config import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEngineConfig, torch_dtype
@@ -40,8 +40,9 @@ from areal.engine.model.forward_plan import plan_forward
 from areal.engine.model.fused_layers import LayerFunctions, fuse_layers, fused_kinds, replace_linears
 from areal.engine.model.hub import cast_parameters, max_positions, read_config
 from areal.engine.model.liger import liger_functions
-from areal.engine.model.media import check_media, media_tokens
+from areal.engine.model.media import check_media, image_rules, media_tokens, model_factory
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
+from areal.engine.model.vision import attention_by_part, check_image_layout, vision_tower
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, global_norm, scale, torch_optimizer
 from areal.engine.options import MODEL_OPTIONS
@@ -82,9 +83,12 @@ class FSDPEngine(BaseTrainEngine):
         config = self.config
         hf_config = read_config(config.path)
         check_classifier(config.path, hf_config, value_head=config.value_head)
-        check_media(hf_config, text_only=config.fsdp.text_only)
+        check_media(hf_config, text_only=config.fsdp.text_only, freeze_vision=config.fsdp.freeze_vision)
+        images = image_rules(hf_config, text_only=config.fsdp.text_only)
         plan = plan_forward(hf_config, config.fsdp.attention, self.dims, fp32_head=config.fp32_head)
         self._rows, self._own_head = not plan.packed, plan.own_head
+        if images is not None:
+            check_image_layout(self.dims, packed=not self._rows)
         check_sharing(config.mb_spec, possible=not self._rows)
         check_plan(hf_config, self.dims, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)
@@ -116,7 +120,8 @@ class FSDPEngine(BaseTrainEngine):
             gradients=self._gradients,
             vocab_size=chunks.full_model.vocab_size,
             max_positions=max_positions(hf_config),
-            media_tokens=media_tokens(hf_config),
+            media_tokens=media_tokens(hf_config, images),
+            images=images,
             rows=self._rows,
             token_split=self.dims.tp,
             routing=ExpertRouting(
@@ -269,18 +274,20 @@ class FSDPEngine(BaseTrainEngine):
     def _meta_model(self, hf_config: PretrainedConfig) -> PackedCausalLM:
         """Build the full model on the meta device, without values."""
         config = self.config
-        options: dict[str, Any] = {} if self._rows else {"attn_implementation": PACKED_ATTENTION}
+        options: dict[str, Any] = (
+            {} if self._rows else {"attn_implementation": attention_by_part(hf_config, PACKED_ATTENTION)}
+        )
         # The grouped matrix product does not support float64.
         if config.dtype == "float64":
             options["experts_implementation"] = "eager"
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(
+            hf = model_factory(hf_config).from_config(
                 # A copy: transformers writes the implementations into the configuration.
                 copy.deepcopy(hf_config),
                 dtype=torch_dtype(config.master_dtype),
                 **options,
             )
-            if not self._rows and hf.config._attn_implementation != PACKED_ATTENTION:
+            if not self._rows and hf.config.get_text_config()._attn_implementation != PACKED_ATTENTION:
                 raise ValueError(f"{type(hf).__name__} did not take the packed attention: set fsdp.attention='rows'")
             model = PackedCausalLM(
                 hf,
@@ -291,9 +298,12 @@ class FSDPEngine(BaseTrainEngine):
             )
             # FSDP shards parameters of one dtype.
             cast_parameters(model, torch_dtype(config.master_dtype))
-            # Adapters are trained instead.
+            # Adapters are trained instead. Without images, no gradient reaches a vision tower.
             if config.lora is not None:
                 model.requires_grad_(False)
+            tower = vision_tower(hf)
+            if tower is not None and (config.fsdp.freeze_vision or config.fsdp.text_only):
+                tower.requires_grad_(False)
         if model.recurrence is not None and not self._rows:
             check_heads(hf, hf_config.model_type, self.dims.cp)
         return model

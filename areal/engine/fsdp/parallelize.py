@@ -19,6 +19,7 @@ from areal.engine.fsdp.gathered_tokens import keep_gathered
 from areal.engine.fsdp.tensor_parallel import split_tensors
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.model.vision import vision_layers
 from areal.engine.recurrence.functions import keep_running
 from areal.utils.mesh import submesh
 
@@ -33,7 +34,7 @@ def parallelize(
         mesh: parameter mesh, from :func:`areal.utils.mesh.build_param_mesh`.
         expert_mesh: mesh from :func:`areal.utils.mesh.build_expert_mesh`; ``None`` does not spread experts over ranks.
     """
-    layers = transformer_layers(model)
+    layers = [*transformer_layers(model), *vision_layers(model.hf)]
     # Tensor and expert parallelism come first: FSDP shards the slices that they leave on a rank.
     tp = submesh(mesh, "tp")
     if tp.size() > 1:

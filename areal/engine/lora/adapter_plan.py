@@ -10,17 +10,20 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
+from areal.engine.model.vision import vision_tower
+
 PREFIX = "base_model.model."
 """Prefix of layer names in peft's files."""
 
 
 def decoder_linears(hf: PreTrainedModel) -> dict[str, Any]:
-    """Return the linear layers of a model by name, without the output head.
+    """Return the linear layers of a model by name, without those of a vision tower and the output head.
 
     The weight of the head is used outside its own forward.
     """
-    head = hf.get_output_embeddings()
-    return {name: x for name, x in hf.named_modules() if isinstance(x, nn.Linear) and x is not head}
+    tower = vision_tower(hf)
+    others = {hf.get_output_embeddings(), *([] if tower is None else tower.modules())}
+    return {name: x for name, x in hf.named_modules() if isinstance(x, nn.Linear) and x not in others}
 
 
 def head_name(hf: PreTrainedModel) -> str | None:

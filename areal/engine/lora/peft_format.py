@@ -18,7 +18,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from areal.api.config import LoRAConfig
 from areal.engine.checkpoint.safetensors import TensorFiles
@@ -32,6 +32,7 @@ from areal.engine.lora.adapter_plan import (
     layer_kind,
 )
 from areal.engine.model.hub import model_folder, read_config
+from areal.engine.model.media import IMAGE_FAMILIES, model_factory
 from areal.utils.dtensor import full_box
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
         target_modules=names if isinstance(names, str) else list(names),
         use_rslora=lora.rslora,
         lora_dropout=0.0,
+        # The layers of a vision tower have names of layers of the decoder.
+        exclude_modules=r".*\.visual\..*" if hf.model_type in IMAGE_FAMILIES else None,
     )
     return _plan_with_peft(model, config, where)
 
@@ -203,7 +206,8 @@ def _is_weight_of(target: Target, values: Tensor, model: PreTrainedModel, folder
 def _meta_model(hf: PretrainedConfig) -> PreTrainedModel:
     # A copy, because building a model changes the configuration.
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(hf))
+        model: PreTrainedModel = model_factory(hf).from_config(copy.deepcopy(hf))
+    return model
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:

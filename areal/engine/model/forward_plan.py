@@ -14,11 +14,12 @@ from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
 from areal.engine.attention.huggingface import PACKED_ATTENTION
+from areal.engine.model.media import IMAGE_FAMILIES
 from areal.engine.model.probe import probe
 
 logger = logging.getLogger(__name__)
 
-TESTED_FAMILIES = frozenset({"deepseek_v3", "gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"})
+TESTED_FAMILIES = IMAGE_FAMILIES | {"deepseek_v3", "gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"}
 """Model types whose packed results the tests compare with transformers. For others, a probe decides whether they are packed."""
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -88,9 +89,12 @@ def _check_trainable(config: PretrainedConfig) -> None:
 
 def _declared_obstacle(config: PretrainedConfig) -> str | None:
     """Return what excludes packing in a configuration: other components, a kind of layer, or dropout of attention weights."""
+    tested = config.model_type in TESTED_FAMILIES
+    if config.model_type in IMAGE_FAMILIES:
+        config = config.get_text_config()
     if config.get_text_config() is not config:
         return f"model_type = {config.model_type!r} has components in addition to its language model"
-    known = _ATTENTION_LAYERS if config.model_type in TESTED_FAMILIES else _PACKABLE_LAYERS
+    known = _ATTENTION_LAYERS if tested else _PACKABLE_LAYERS
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         return f"its layer_types has {', '.join(others)}"

@@ -1,12 +1,19 @@
-"""Models that take images, videos or sound besides text: engines train them on text alone, or refuse them."""
+"""Models that take images, videos or sound besides text: engines train them with images, on text alone, or refuse them."""
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+
+from areal.utils.data.images import ImageRules
+
+IMAGE_FAMILIES = frozenset({"qwen2_5_vl"})
+"""Model types whose images engines train on."""
 
 _TOWERS = ("vision_config", "audio_config")
 _PLACEHOLDERS = tuple(f"{medium}_token_{form}" for medium in ("image", "video", "audio") for form in ("id", "index"))
@@ -18,16 +25,22 @@ def takes_media(config: PretrainedConfig) -> bool:
     return towers or config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
-def check_media(config: PretrainedConfig, *, text_only: bool) -> None:
-    """Raise unless a model takes text alone, or is to be trained on text and keeps its other weights.
+def check_media(config: PretrainedConfig, *, text_only: bool, freeze_vision: bool = False) -> None:
+    """Raise unless a model takes what an engine trains on, or is to be trained on text and keeps its other weights.
 
     Args:
         config: configuration of the model.
         text_only: the user wants to train it on text alone.
+        freeze_vision: the user wants to train nothing of its vision tower.
 
     Raises:
-        ValueError: the model takes images, videos or sound, which would be ignored, or whose weights would be lost.
+        ValueError: the model takes images, videos or sound, which would be ignored, or whose weights would be lost; or an option has no
+            effect.
     """
+    if freeze_vision and (text_only or config.model_type not in IMAGE_FAMILIES):
+        raise ValueError(
+            f"fsdp.freeze_vision = True, but the engine trains model_type = {config.model_type!r} on text alone: leave it out"
+        )
     if not takes_media(config):
         return
     what = f"model_type = {config.model_type!r} also takes images, videos or sound"
@@ -37,11 +50,31 @@ def check_media(config: PretrainedConfig, *, text_only: bool) -> None:
         raise ValueError(
             f"{what}, whose weights {built} does not load: a saved checkpoint would lack them. Take a checkpoint of the language model alone"
         )
-    if not text_only:
+    if not text_only and config.model_type not in IMAGE_FAMILIES:
         raise ValueError(f"{what}, which an engine would ignore: set fsdp.text_only=True to train it on text alone")
 
 
-def media_tokens(config: PretrainedConfig) -> frozenset[int]:
-    """Return the token ids that stand for an image, a video or sound. Empty for a model of text."""
+def media_tokens(config: PretrainedConfig, images: ImageRules | None) -> frozenset[int]:
+    """Return the token ids that stand for an image, a video or sound that an engine does not take. Empty for a model of text.
+
+    Args:
+        config: configuration of the model.
+        images: images that the engine takes.
+    """
     values = (getattr(config, name, None) for name in _PLACEHOLDERS) if takes_media(config) else ()
-    return frozenset(value for value in values if isinstance(value, int))
+    known = () if images is None else (images.token,)
+    return frozenset(value for value in values if isinstance(value, int)).difference(known)
+
+
+def image_rules(config: PretrainedConfig, *, text_only: bool) -> ImageRules | None:
+    """Return the images that an engine takes for a model; ``None`` if it trains on text alone."""
+    if text_only or config.model_type not in IMAGE_FAMILIES:
+        return None
+    vision = config.vision_config
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return ImageRules(config.image_token_id, vision.spatial_merge_size, width)
+
+
+def model_factory(config: PretrainedConfig) -> Any:
+    """Return the factory of transformers whose models have all weights of a checkpoint."""
+    return AutoModelForImageTextToText if config.model_type in IMAGE_FAMILIES else AutoModelForCausalLM

@@ -26,6 +26,7 @@ from areal.engine.batch_rules import ROUTED_EXPERTS
 from areal.engine.loss_step import split_outputs
 from areal.engine.model.classifier import make_value_head
 from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, decoder_of, head_of_runs, no_update
+from areal.engine.model.vision import LocalImages, embed_with_images
 from areal.engine.moe.routing import ExpertRouting, Routing
 from areal.engine.recurrence.functions import replace_functions, running
 from areal.engine.stream.layout import AdapterRuns, layout_of, pad_rows
@@ -47,6 +48,7 @@ class ModelInputs:
         output_rows: int64 ``[R]``. Tokens with outputs, which may repeat; ``None`` for every token once.
         routing: state of the routers, for a model with experts.
         adapters: runs of tokens with one adapter; ``None`` for the selected adapter.
+        images: images of the micro-batch; ``None`` for a model of text. ``position_ids`` are then int64 ``[T, 3]``.
     """
 
     input_ids: Tensor
@@ -60,6 +62,7 @@ class ModelInputs:
     output_rows: Tensor | None = None
     routing: Routing | None = None
     adapters: AdapterRuns | None = None
+    images: LocalImages | None = None
 
 
 class PackedCausalLM(nn.Module):
@@ -162,10 +165,14 @@ class PackedCausalLM(nn.Module):
         """Run the backbone on all sequences end to end, ``[1, T]``."""
         # A later pipeline stage starts from hidden states instead of token ids.
         entry = {"input_ids": inputs.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
+        positions = inputs.position_ids[None]
+        if inputs.images is not None:
+            entry = {"inputs_embeds": embed_with_images(self.hf, inputs.input_ids, inputs.images)}
+            positions = inputs.position_ids.T[:, None]
         with nullcontext() if self.recurrence is None else running(inputs.layout):
             result = decoder_of(self.hf)(
                 **entry,
-                position_ids=inputs.position_ids[None],
+                position_ids=positions,
                 attention_mask=None,
                 use_cache=False,
                 packed=inputs.layout,
@@ -278,17 +285,20 @@ def model_inputs(
     # Index tensors were copied to the device with the batch: a copy here would wait for the previous micro-batch.
     layout, length = layout_of(mb, cp, rows=rows), mb.padded_length
     shared = layout.shared
-    # The tokens that the model computes: the packed sequences, or with shared prefixes each common token once.
-    ids = mb.data["input_ids"] if shared is None else mb.data["input_ids"][shared.tokens]
 
     def for_outputs(x: Tensor, padding: float) -> Tensor:
         """Select from a packed key ``[T, ...]`` the values of this rank's output rows."""
         return cp.shard(pad_rows(x, length, padding)) if shared is None else x[shared.outputs.packed_index]
 
+    def of_stream(x: Tensor, padding: float) -> Tensor:
+        """Select from a packed key ``[T, ...]`` the values of this rank's tokens: with shared prefixes, each common token once."""
+        return cp.shard(pad_rows(x if shared is None else x[shared.tokens], length, padding))
+
+    images = None if mb.images is None else LocalImages(mb.images, of_stream(mb.images.rows, -1))
     # Targets and positions were computed from complete sequences. Only now the stream is sliced over ranks.
     return ModelInputs(
-        input_ids=cp.shard(pad_rows(ids, length, 0)),
-        position_ids=layout.positions,
+        input_ids=of_stream(mb.data["input_ids"], 0),
+        position_ids=layout.positions if mb.images is None else of_stream(mb.images.positions, 0),
         targets=for_outputs(mb.data["target_ids"], IGNORE_INDEX),
         temperature=for_outputs(_per_token(mb, "temperature"), 1.0) if "temperature" in mb.data else temperature,
         layout=layout.attention(cp),
@@ -298,6 +308,7 @@ def model_inputs(
         output_rows=None if shared is None else shared.outputs.local_index,
         routing=routing.of(mb, layout, record=ROUTED_EXPERTS in outputs) if routing else None,
         adapters=layout.adapters,
+        images=images,
     )
 
 

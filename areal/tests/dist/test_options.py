@@ -256,6 +256,7 @@ OPTIONS: dict[str, Option] = {
     "fsdp.text_only": Option(
         True, "dist/faults/test_silent_mistakes.py::test_model_that_takes_images_trains_on_text_alone_if_asked*"
     ),
+    "fsdp.freeze_vision": Option(True, "dist/parallel/test_images.py::test_layouts_compute_the_same*d1-frozen*"),
     "fsdp.layer_kernels": Option("liger", "unit/engine/layers/test_liger.py::test_engine_trains_with_liger_if_asked*"),
     "fsdp.compile": Option(True, compiled),
     "fsdp.compile_backend": Option(

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
+    AutoConfig,
     DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -32,7 +32,9 @@ from transformers import (
 )
 
 from areal.api import LoRAConfig
+from areal.engine.model.media import model_factory
 from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
+from areal.tests.grid.vision_models import VISION_FAMILIES
 from areal.tests.harness.world import digest, locked, world
 
 VOCAB = 112
@@ -157,8 +159,9 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
     """The directory of a tiny model: ``config.json`` and float32 safetensors. Written by the first process that asks.
 
     Args:
-        family: a key of :data:`FAMILIES`, :data:`OUTSIDE_THE_GRID` or
-            :data:`~areal.tests.grid.recurrent_models.RECURRENT_FAMILIES`.
+        family: a key of :data:`FAMILIES`, :data:`OUTSIDE_THE_GRID`,
+            :data:`~areal.tests.grid.recurrent_models.RECURRENT_FAMILIES` or
+            :data:`~areal.tests.grid.vision_models.VISION_FAMILIES`.
         seed: of the weights.
         value_head: with ``value_head.safetensors`` beside the model.
         changes: fields of the configuration that differ from the family's.
@@ -169,7 +172,7 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             try:
-                config = (_RECURRENT | FAMILIES | OUTSIDE_THE_GRID)[family](**changes)
+                config = (_RECURRENT | VISION_FAMILIES | FAMILIES | OUTSIDE_THE_GRID)[family](**changes)
             except KeyError as error:
                 pytest.skip(f"this release of transformers has no model type {error}")
             model = tiny_model(config, seed)
@@ -198,30 +201,32 @@ def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0, head: bool = Fals
         if not folder.exists():
             partial = Path(f"{folder}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            model = AutoModelForCausalLM.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path)
+            model = model_factory(config).from_pretrained(path)
             experts = hasattr(model.config, "num_experts_per_tok")
             every = r".*self_attn\..*_proj(_with_mqa)?" if experts else r".*_proj"
             every += "|lm_head" if head else ""
             all_of_them = lora.target_modules == "all-linear"
             targets: str | list[str] = every if all_of_them else list(lora.target_modules)
-            config = LoraConfig(
+            lora_config = LoraConfig(
                 task_type="CAUSAL_LM",
                 r=lora.rank,
                 lora_alpha=lora.alpha,
                 target_modules=targets,
                 use_rslora=lora.rslora,
                 init_lora_weights=False,
+                exclude_modules=r".*\.visual\..*" if config.model_type in VISION_FAMILIES else None,
             )
             with torch.random.fork_rng(), mock.patch.object(torch.distributed, "is_initialized", return_value=False):
                 torch.manual_seed(seed)
-                get_peft_model(model, config).save_pretrained(partial)
+                get_peft_model(model, lora_config).save_pretrained(partial)
             partial.rename(folder)
     return str(folder)
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Return a float32 model of this configuration with weights that depend only on ``seed``."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model_factory(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

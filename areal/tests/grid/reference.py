@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from areal.api import IGNORE_INDEX, Batch, LossFn, LossWeightFn, Metric, OptimizerConfig, StepSettings, TokenOutputs
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import VALUE_HEAD
+from areal.tests.grid.vision_models import IMAGE_TOKEN, VISION_FAMILIES
 
 Sample = Mapping[str, Any]
 """One sequence: ``input_ids`` ``[S]``, other per-token keys ``[S, ...]``, per-sequence keys without a sequence dimension."""
@@ -55,7 +56,9 @@ class Reference:
         self, path: str, *, temperature: float = 1.0, value_head: Tensor | None = None, adapter: str | None = None
     ) -> None:
         with float64_everywhere():
-            self.model = AutoModelForCausalLM.from_pretrained(
+            images = AutoConfig.from_pretrained(path).model_type in VISION_FAMILIES
+            factory = AutoModelForImageTextToText if images else AutoModelForCausalLM
+            self.model = factory.from_pretrained(
                 path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
             ).eval()
             # Some families make parameters in float32 whatever the dtype is.
@@ -77,7 +80,7 @@ class Reference:
             lambda module, args, out: states.append(out.last_hidden_state[0])
         )
         with float64_everywhere():
-            logits = self.model(sample["input_ids"][None], use_cache=False).logits[0]
+            logits = self.model(sample["input_ids"][None], use_cache=False, **_images(sample)).logits[0]
         hook.remove()
         logits = logits / float(sample.get("temperature", self._temperature))
         log_probs = logits.log_softmax(-1)
@@ -230,7 +233,7 @@ def one_sequence(sample: Sample) -> Batch:
     length, targets = len(sample["input_ids"]), _targets(sample)
     values: dict[str, Any] = {}
     for key, value in sample.items():
-        if key != "meta":
+        if key not in ("meta", "pixel_values", "image_grid_thw"):
             per_token = value.dim() > 0 and value.shape[0] == length
             values[key] = value if per_token else value[None]
     values["target_ids"] = targets
@@ -238,6 +241,14 @@ def one_sequence(sample: Sample) -> Batch:
         missing = targets == IGNORE_INDEX if targets.dim() == 1 else (targets == IGNORE_INDEX).all(-1)
         values["loss_mask"] = values["loss_mask"].masked_fill(missing, 0)
     return Batch(values, torch.tensor([0, length], dtype=torch.int32), sample.get("meta"))
+
+
+def _images(sample: Sample) -> dict[str, Tensor]:
+    """Return the images of a sample, and which of its tokens stand for them, as arguments of transformers."""
+    if not len(sample.get("image_grid_thw", ())):
+        return {}
+    kinds = (sample["input_ids"] == IMAGE_TOKEN).long()[None]
+    return {key: sample[key] for key in ("pixel_values", "image_grid_thw")} | {"mm_token_type_ids": kinds}
 
 
 def _targets(sample: Sample) -> Tensor:

@@ -13,10 +13,11 @@ from torch import Tensor
 from areal.api import Batch, BatchForm, BatchInput, MicroBatch, MicroBatchList, MicroBatchSpec, PrefixTree
 from areal.api.microbatch import MicroBatchLayout
 from areal.utils.data.bins import pack_samples, read_adapters
-from areal.utils.data.columns import read_batch
+from areal.utils.data.columns import Columns, read_batch
 from areal.utils.data.digest import checksum
+from areal.utils.data.images import PIXELS, BatchImages, ImageRules, read_images
 from areal.utils.data.padding import NO_SAMPLES, KeyForms, round_up
-from areal.utils.data.prefixes import Prefixes
+from areal.utils.data.prefixes import IMAGE_ROWS, Prefixes
 from areal.utils.data.streams import Bins, join_trees, spread_over_streams
 from areal.utils.data.targets import add_targets, check_output_mask, check_target_shape, check_values
 from areal.utils.host_copy import HostCopy, TensorMap
@@ -46,6 +47,7 @@ class BatchPlan:
         named: indices of the adapters that samples of this rank name, or of all ranks after :meth:`naming`.
         streams: the same batch with a bin for each stream, in the order of the micro-batches; ``None`` for one stream each.
         n_streams: number of streams of each micro-batch.
+        images: images of the caller's samples; ``None`` for a model of text.
     """
 
     form: BatchForm
@@ -64,6 +66,7 @@ class BatchPlan:
     named: frozenset[int] | None = None
     streams: BatchPlan | None = None
     n_streams: tuple[int, ...] = ()
+    images: BatchImages | None = None
 
     @property
     def n_mbs(self) -> int:
@@ -95,6 +98,8 @@ class BatchPlan:
         tensors = [(key, x) for key, x in self.tokens.items() if key not in self.derived]
         tensors += self.sequences.items()
         tensors += [(key, x) for key, payload in self.payloads.items() for x in payload]
+        if self.images is not None:
+            tensors += [(PIXELS, x) for x in (*self.images.pixels, *self.images.rows)]
         tensors.sort(key=lambda item: item[0])
         return checksum(tensors, (self.form.kind, self.form.seqlens, self.bins, sorted(map(str, self.meta))))
 
@@ -201,6 +206,7 @@ class BatchPlan:
                 layout=layout(seqlens[k], length, self.trees[k], wanted[k], named),
                 adapters=named,
                 streams=() if self.streams is None else tuple(islice(streams, self.n_streams[k])),
+                images=None if self.images is None else self.images.of_samples(members),
             )
 
     def _build_fillers(
@@ -220,6 +226,7 @@ class BatchPlan:
         # A filler must not add a zero to the gradient of an adapter that the call does not name.
         adapter = None if named is None else named[:1]
         index_tensors = layout((1,), length, None, wanted, adapter)
+        images = None if self.images is None else self.images.of_samples(())
         for k in indices:
             yield MicroBatch(
                 index=k,
@@ -232,6 +239,7 @@ class BatchPlan:
                 wanted=wanted,
                 layout=index_tensors,
                 adapters=adapter,
+                images=images,
             )
 
 
@@ -242,7 +250,9 @@ def _copy_to(mbs: Sequence[MicroBatch], device: torch.device) -> list[MicroBatch
         keys = {key: x for key, x in mb.data.items() if key not in ("cu_seqlens", "meta")}
         values = {key: [fn(item) for item in x] if isinstance(x, list) else fn(x) for key, x in keys.items()}
         cu_seqlens, layout = fn(mb.cu_seqlens), None if mb.layout is None else mb.layout.map(fn)
-        return replace(mb, data=Batch(values, cu_seqlens, mb.data.meta), cu_seqlens=cu_seqlens, layout=layout)
+        images = None if mb.images is None else mb.images.map(fn)
+        data = Batch(values, cu_seqlens, mb.data.meta)
+        return replace(mb, data=data, cu_seqlens=cu_seqlens, layout=layout, images=images)
 
     copy = HostCopy(device)
     for mb in mbs:
@@ -259,6 +269,7 @@ def plan_batch(
     vocab_size: int | None = None,
     trees: bool = True,
     streams: int = 1,
+    images: ImageRules | None = None,
 ) -> BatchPlan:
     """Check a rank's batch and divide it into micro-batches, without communication.
 
@@ -273,6 +284,7 @@ def plan_batch(
         vocab_size: upper bound of ``input_ids`` and ``target_ids``. ``None``: only negative ids are refused.
         trees: build the prefix trees of ``spec.share_prefixes``. A caller that only checks the batch needs none.
         streams: streams of a micro-batch, each of which has the budget.
+        images: the images that the model takes; ``None`` for a model of text.
 
     Raises:
         ValueError: the batch is invalid, or a sequence exceeds the budget and ``spec.overlong`` is ``"error"``. The error
@@ -281,18 +293,8 @@ def plan_batch(
     # 1. Bring both forms of a batch to columns, and check them.
     columns = read_batch(batch, spec)
     if not columns.form.seqlens:
-        return BatchPlan(
-            form=columns.form,
-            bins=(),
-            trees=(),
-            dropped=(),
-            align=align,
-            tokens={},
-            sequences={},
-            payloads={},
-            meta=columns.meta,
-            keys=NO_SAMPLES,
-        )
+        return _empty_plan(columns, align, images)
+    pictures = read_images(columns.tokens["input_ids"], columns.images, images)
     if "target_ids" in columns.tokens:
         check_target_shape(columns.tokens["target_ids"][0])
     if "output_mask" in columns.tokens:
@@ -300,16 +302,14 @@ def plan_batch(
 
     # 2. Pack: assign samples to micro-batches by their lengths. With shared prefixes, common tokens count once.
     adapters = read_adapters(columns.sequences, {**columns.tokens, **columns.payloads})
-    prefixes = Prefixes(columns.tokens, adapters) if spec.share_prefixes else None
+    of_images = {} if pictures is None else {IMAGE_ROWS: pictures.prefix_keys()}
+    prefixes = Prefixes({**columns.tokens, **of_images}, adapters) if spec.share_prefixes else None
     bins, dropped, n_streams = _pack(columns.form, spec, align, prefixes, adapters, streams)
 
     # 3. Concatenate per-token keys in packed order. This copies the caller's tensors.
     order = [i for members in bins for i in members]
     seqlens = [columns.form.seqlens[i] for i in order]
-    tokens = {key: torch.cat([rows[i] for i in order] or [rows[0][:0]]) for key, rows in columns.tokens.items()}
-    for key in ("input_ids", "target_ids"):
-        if key in tokens:
-            tokens[key] = tokens[key].to(torch.int64)
+    tokens = _joined(columns.tokens, order)
 
     # 4. Targets, from complete sequences: a slice of a sequence would not know its next token.
     device = columns.form.device
@@ -335,8 +335,33 @@ def plan_batch(
         derived=frozenset(tokens) - set(columns.tokens),
         adapters=adapters,
         named=None if adapters is None else frozenset(adapters[i] for i in order),
+        images=pictures,
     )
     return plan if streams == 1 else plan.in_streams(n_streams)
+
+
+def _empty_plan(columns: Columns, align: int, images: ImageRules | None) -> BatchPlan:
+    """Return the plan of a batch without samples."""
+    return BatchPlan(
+        form=columns.form,
+        bins=(),
+        trees=(),
+        dropped=(),
+        align=align,
+        tokens={},
+        sequences={},
+        payloads={},
+        meta=columns.meta,
+        keys=NO_SAMPLES,
+        images=None if images is None else BatchImages(images),
+    )
+
+
+def _joined(columns: Mapping[str, Sequence[Tensor]], order: Sequence[int]) -> dict[str, Tensor]:
+    """Return per-token keys ``[T, ...]`` of samples in packed order."""
+    tokens = {key: torch.cat([rows[i] for i in order] or [rows[0][:0]]) for key, rows in columns.items()}
+    integers = {key: tokens[key].to(torch.int64) for key in ("input_ids", "target_ids") if key in tokens}
+    return tokens | integers
 
 
 def _pack(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal.api import BatchForm, BatchInput, MicroBatchSpec
+from areal.utils.data.images import IMAGE_KEYS
 from areal.utils.data.padding import row_lengths
 
 PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "target_ids", "output_mask"})
@@ -25,7 +26,6 @@ _RESERVED = {
 _MEDIA = frozenset(
     {
         *(
-            "image_grid_thw",
             "video_grid_thw",
             "image_sizes",
             "image_position_ids",
@@ -48,6 +48,7 @@ class Columns:
         sequences: per-sequence keys, ``[B, ...]``.
         payloads: ``B`` tensors of any shape each.
         meta: the caller's ``meta``.
+        images: keys of images as the caller gave them, unchecked; a list has ``None`` for a sample without the key.
     """
 
     form: BatchForm
@@ -55,6 +56,7 @@ class Columns:
     sequences: dict[str, Tensor]
     payloads: dict[str, Sequence[Tensor]]
     meta: Mapping[str, Any]
+    images: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_batch(batch: BatchInput, spec: MicroBatchSpec) -> Columns:
@@ -110,8 +112,12 @@ def _read_padded(batch: Mapping[str, Any], spec: MicroBatchSpec) -> Columns:
     tokens: dict[str, Sequence[Tensor]] = {}
     sequences: dict[str, Tensor] = {}
     payloads: dict[str, Sequence[Tensor]] = {}
+    images: dict[str, Any] = {}
     for key, value in batch.items():
         if key in ("attention_mask", "meta"):
+            continue
+        if key in IMAGE_KEYS:
+            images[key] = value
             continue
         if key in spec.payloads:
             payloads[key] = _payload(key, value, rows, ids.device)
@@ -122,7 +128,7 @@ def _read_padded(batch: Mapping[str, Any], spec: MicroBatchSpec) -> Columns:
         else:
             sequences[key] = x
     form = BatchForm(kind="padded", seqlens=tuple(lengths), width=width, device=ids.device)
-    return Columns(form, tokens, sequences, payloads, batch.get("meta", {}))
+    return Columns(form, tokens, sequences, payloads, batch.get("meta", {}), images)
 
 
 def _padded_lengths(mask: Any, ids: Tensor) -> list[int]:
@@ -179,6 +185,11 @@ def _read_list(samples: Sequence[Mapping[str, Any]], spec: MicroBatchSpec) -> Co
     if not samples:
         return Columns(BatchForm(kind="list", seqlens=(), width=0, device=torch.device("cpu")), {}, {}, {}, {})
     # All samples must have the same keys.
+    # Except for images, which a sample may be without.
+    keys_of_images = [key for key in IMAGE_KEYS if any(key in sample for sample in samples)]
+    images = {key: [sample.get(key) for sample in samples] for key in keys_of_images}
+    if images:
+        samples = [{key: value for key, value in sample.items() if key not in IMAGE_KEYS} for sample in samples]
     first = samples[0]
     for i, sample in enumerate(samples):
         if sample.keys() != first.keys():
@@ -217,7 +228,7 @@ def _read_list(samples: Sequence[Mapping[str, Any]], spec: MicroBatchSpec) -> Co
             "out"
         )
     form = BatchForm(kind="list", seqlens=tuple(lengths), width=max(lengths), device=device)
-    return Columns(form, tokens, sequences, payloads, first.get("meta", {}))
+    return Columns(form, tokens, sequences, payloads, first.get("meta", {}), images)
 
 
 def _is_ragged(key: str, column: list[Tensor], lengths: list[int], spec: MicroBatchSpec) -> bool:
@@ -288,7 +299,7 @@ def _check_names(batch: Mapping[str, Any], spec: MicroBatchSpec, what: str) -> N
             raise ValueError(f"{what} has the key {key!r}, a {type(key).__name__}: keys are strings")
         if key in _RESERVED:
             raise ValueError(f"key {key!r} is not allowed in a batch: {_RESERVED[key]}")
-        if key.startswith("pixel_") or key in _MEDIA:
+        if key not in IMAGE_KEYS and (key.startswith("pixel_") or key in _MEDIA):
             raise ValueError(
                 f"key {key!r} is in a batch, but engines train on text alone, and would ignore images, videos and sound: leave it out, and "
                 "samples with such inputs, too"
@@ -298,10 +309,10 @@ def _check_names(batch: Mapping[str, Any], spec: MicroBatchSpec, what: str) -> N
     if not isinstance(batch.get("meta", {}), Mapping):
         raise ValueError(f"key 'meta' is a {type(batch['meta']).__name__}: make it a dict, of whatever is not a tensor")
     # Names in the spec cannot change the kind of a key that is always per-token.
-    for field in ("per_sequence", "payloads"):
-        wrong = sorted(PER_TOKEN.intersection(getattr(spec, field)))
+    for option in ("per_sequence", "payloads"):
+        wrong = sorted(PER_TOKEN.intersection(getattr(spec, option)))
         if wrong:
-            raise ValueError(f"MicroBatchSpec.{field} names {wrong}: these are per-token; leave them out of it")
+            raise ValueError(f"MicroBatchSpec.{option} names {wrong}: these are per-token; leave them out of it")
 
 
 def _input_ids(value: Any, dim: int, shape: str, name: str = "input_ids") -> Tensor:

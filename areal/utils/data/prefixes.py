@@ -16,7 +16,10 @@ from torch import Tensor
 
 from areal.api import PrefixTree
 
-HIDDEN_STATE_KEYS = ("input_ids", "routed_experts")
+IMAGE_ROWS = "image_rows"
+"""Name among the keys of :class:`Prefixes` of the parts of images that tokens stand for."""
+
+HIDDEN_STATE_KEYS = ("input_ids", "routed_experts", IMAGE_ROWS)
 """Per-token keys that hidden states depend on. Only tokens that agree in all of them are shared."""
 
 

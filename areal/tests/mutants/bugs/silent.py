@@ -53,13 +53,13 @@ def context_not_compared(right: Function) -> Function:
 @mutant("areal.engine.model.media:check_media", IMAGES + "is_refused_by_name[w1-fsdp]")
 def images_are_ignored(right: Function) -> Function:
     """A model that takes images is trained on text, although nobody has said so."""
-    return lambda config, text_only: None
+    return lambda config, text_only, freeze_vision=False: None
 
 
 @mutant("areal.engine.model.media:media_tokens", IMAGES + "trains_on_text_alone_if_asked[w1]")
 def placeholders_are_tokens(right: Function) -> Function:
     """A token that stands for an image is trained on as text."""
-    return lambda config: frozenset()
+    return lambda config, images: frozenset()
 
 
 @mutant(

@@ -1,0 +1,79 @@
+"""The vision tower of a model: the features of images in the place of the tokens that stand for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from areal.api.microbatch import ImageInputs
+from areal.api.parallel import ParallelDims
+from areal.engine.attention.kernels import TakeRows
+from areal.engine.model.media import IMAGE_FAMILIES
+
+
+@dataclass(frozen=True)
+class LocalImages:
+    """The images of a micro-batch, and the tokens of one rank that stand for them. Opaque to FSDP.
+
+    Attributes:
+        inputs: images, which every rank of a micro-batch encodes.
+        rows: int64 ``[T]``. For each token of this rank its row among the tokens of all images; -1 for a token of text.
+    """
+
+    inputs: ImageInputs
+    rows: Tensor
+
+
+def attention_by_part(config: PretrainedConfig, text: str) -> str | dict[str, str]:
+    """Return the attention to build a model with: ``text`` for its tokens, and that of torch for the patches of images."""
+    return {"text_config": text, "vision_config": "sdpa"} if config.model_type in IMAGE_FAMILIES else text
+
+
+def check_image_layout(dims: ParallelDims, *, packed: bool) -> None:
+    """Raise if a model with images cannot be trained on a layout.
+
+    Raises:
+        ValueError: names the layout or the option.
+    """
+    if not packed:
+        raise ValueError(
+            "fsdp.attention = 'rows' with a model that takes images: its sequences are packed; choose 'auto'"
+        )
+    if dims.pp * dims.tp > 1:
+        raise ValueError(
+            f"{dims} with a model that takes images: the engine splits its data (d, r) and tokens (c) alone; leave p and t out"
+        )
+
+
+def vision_tower(hf: PreTrainedModel) -> Any:
+    """Return the module that encodes images, of a family whose images engines train on; ``None`` for other models."""
+    return hf.model.visual if hf.config.model_type in IMAGE_FAMILIES else None
+
+
+def vision_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of the vision tower, which are gathered one at a time; none for a model without one."""
+    tower = vision_tower(hf)
+    return [] if tower is None else list(tower.blocks)
+
+
+def embed_with_images(hf: PreTrainedModel, ids: Tensor, images: LocalImages) -> Tensor:
+    """Return the input embeddings of tokens, with the features of images where tokens stand for them.
+
+    Args:
+        hf: the model.
+        ids: int64 ``[T]``. Tokens of this rank.
+        images: images of the micro-batch.
+
+    Returns:
+        ``[1, T, H]``.
+    """
+    embedded: Tensor = hf.get_input_embeddings()(ids[None])
+    pixels = images.inputs.pixel_values.to(embedded.dtype)
+    features = vision_tower(hf)(pixels, grid_thw=images.inputs.grids).pooler_output.to(embedded.dtype)
+    # Text takes the first row and leaves it out again, so that every rank has a gradient for its tower.
+    of_tokens = TakeRows.apply(features, images.rows.clamp(min=0))
+    return torch.where((images.rows >= 0)[:, None], of_tokens, embedded)

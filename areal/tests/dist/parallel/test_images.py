@@ -1,0 +1,180 @@
+"""Families that take images, packed: outputs and gradients of every layout beside transformers, one sequence at a time, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, SaveLoadMeta, TokenOutputs
+from areal.tests.grid.compare import assert_rows, assert_tensors
+from areal.tests.grid.float64_mode import float64_everywhere
+from areal.tests.grid.models import adapter_dir
+from areal.tests.grid.reference import Reference, Sample
+from areal.tests.grid.vision_models import GRIDS, VISION_FAMILIES, images, tokens
+from areal.tests.harness.tiny import family_dir, gradients_of, started, writing
+from areal.tests.harness.world import cached, record, world
+
+FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
+A, B, C, D = GRIDS
+
+
+def samples() -> list[Sample]:
+    """Return sequences with no, one and two images, at their beginning, inside and at their end."""
+    made: list[dict[str, Tensor]] = [
+        {"input_ids": tokens(3, A, 5, seed=1), **images(A, seed=1)},
+        {"input_ids": tokens(9, seed=2)},
+        {"input_ids": tokens(B, 4, C, seed=3), **images(B, C, seed=3)},
+        {"input_ids": tokens(2, D, 1, D, 6, seed=4), **images(D, D, seed=4)},
+        {"input_ids": tokens(C, 3, seed=5), **images(C, seed=5)},
+    ]
+    # A prompt with an image, with two answers; the same tokens with another image; and a longer text after the first image.
+    prompt, answers = tokens(4, A, 3, seed=6), [tokens(n, seed=n) for n in (5, 7)]
+    made += [{"input_ids": torch.cat([prompt, answer]), **images(A, seed=6)} for answer in answers]
+    made.append({"input_ids": torch.cat([prompt, answers[0]]), **images(A, seed=7)})
+    return [{**sample, "advantages": advantages(sample)} for sample in made]
+
+
+def advantages(sample: Sample) -> Tensor:
+    length = len(sample["input_ids"])
+    return torch.randn(length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+
+
+def loss(out: TokenOutputs, batch: Batch) -> Tensor:
+    return -(out.logprobs * batch["advantages"]).sum()
+
+
+def expected(path: str) -> tuple[Any, list[Tensor]]:
+    def compute() -> tuple[Any, list[Tensor]]:
+        reference = Reference(path)
+        logprobs = reference.forward(samples(), ("logprobs",))["logprobs"]
+        step = reference.step(samples(), loss, lambda batch: torch.tensor(1.0), divide_by=1.0)
+        return {in_files(name): gradient for name, gradient in step.gradients.items()}, logprobs
+
+    return cached("images", path, compute)
+
+
+def in_files(name: str) -> str:
+    """Return the name of a tensor in the files of a model."""
+    return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "d1": {},
+    "d2": {},
+    "c2-ulysses": {"fsdp": {"context_parallel": "ulysses"}},
+    "c2-gather_kv": {"fsdp": {"context_parallel": "gather_kv"}},
+    "d1-shared": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=64, share_prefixes=True)},
+    "c2-shared": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=64, share_prefixes=True)},
+    "d1-full": {"activation_checkpointing": "full"},
+    "d2-selective": {"activation_checkpointing": "selective"},
+    "d1-frozen": {"fsdp": {"freeze_vision": True}},
+}
+"""Options of an engine by its layout and what they do."""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.world(ParallelDims.parse(f"fsdp:{way.partition('-')[0]}").world_size))
+        for way in WAYS
+    ],
+)
+@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+def test_layouts_compute_the_same(family: str, way: str) -> None:
+    path = family_dir(family)
+    gradients, logprobs = expected(path)
+    if way.endswith("frozen"):
+        gradients = {name: 0 * x if name.startswith("visual.") else x for name, x in gradients.items()}
+    options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=64), **FLOAT64, **WAYS[way]}
+    with float64_everywhere(), started(f"fsdp:{way.partition('-')[0]}", path=path, **options) as engine:
+        everything = samples()
+        local = list(range(len(everything)))[engine.dp_rank :: engine.dp_size]
+        batch = [everything[i] for i in local]
+        out = engine.forward_batch(batch)
+        engine.forward_backward(batch, loss, normalization="sum")
+        of_rows = assert_rows(out, logprobs, local, 1e-10)
+        error = assert_tensors(gradients_of(engine).items(), gradients, 1e-10)
+    record("images: log-probs, gradients", f"{family} {way}", error=f"{of_rows:.0e} {error:.0e}")
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("freeze", [False, True], ids=["trained", "frozen"])
+def test_ranks_without_images_keep_in_step(freeze: bool) -> None:
+    """One rank has a sequence of text, and fillers, while the other one has images in several micro-batches."""
+    path, everything = family_dir("qwen2_5_vl"), samples()
+    gradients, _ = expected(path)
+    options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=24), "fsdp": {"freeze_vision": freeze}, **FLOAT64}
+    local = [everything[1]] if world().rank else everything[:1] + everything[2:]
+    with float64_everywhere(), started("fsdp:d2", path=path, **options) as engine:
+        assert len(engine.microbatches(local)) > 2
+        engine.forward_backward(local, loss, normalization="sum")
+        made = dict(gradients_of(engine))
+        if freeze:
+            made = {name: gradients[name] if name.startswith("visual.") else x for name, x in made.items()}
+        error = assert_tensors(made.items(), gradients, 1e-10)
+    record("images: gradients beside a rank of text", "frozen" if freeze else "trained", error=f"{error:.0e}")
+
+
+LORA = LoRAConfig(rank=3, alpha=5.0)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("d1", marks=pytest.mark.world(1)), pytest.param("c2", marks=pytest.mark.world(2))]
+)
+@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+def test_adapters_are_of_the_decoder(family: str, layout: str) -> None:
+    path = family_dir(family)
+    with writing():
+        adapter = adapter_dir(path, LORA)
+    expected = Reference(path, adapter=adapter).step(samples(), loss, lambda batch: torch.tensor(1.0), divide_by=1.0)
+    assert expected.gradients
+    assert not [name for name in expected.gradients if "visual" in name]
+    with float64_everywhere(), started(f"fsdp:{layout}", path=path, lora=LORA, **FLOAT64) as engine:
+        engine.adapters.load(engine.adapters.selected, adapter)
+        engine.forward_backward(samples(), loss, normalization="sum")
+        error = assert_tensors(gradients_of(engine).items(), expected.gradients, 1e-10)
+    record("images: gradients of adapters", f"{family} {layout}", error=f"{error:.0e}")
+
+
+@pytest.mark.world(1, 2)
+@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+def test_a_saved_model_has_its_tower(family: str, tmp_path: Path) -> None:
+    """A step moves the tower, and transformers loads what was saved."""
+    path = family_dir(family)
+    local = samples()[world().rank :: world().size]
+    with started(f"fsdp:d{world().size}", path=path) as engine:
+        assert engine.train_batch(local, loss).update_successful
+        after = engine.forward_batch([samples()[2]])[0]
+        engine.save(SaveLoadMeta(tmp_path / "saved", weight_format="hf"))
+    before, saved = (AutoModelForImageTextToText.from_pretrained(folder) for folder in (path, tmp_path / "saved"))
+    moved = {
+        name
+        for (name, x), y in zip(before.named_parameters(), saved.parameters(), strict=True)
+        if not torch.equal(x, y)
+    }
+    assert moved == {name for name, _ in before.named_parameters()}
+    reference = Reference(str(tmp_path / "saved")).forward([samples()[2]], ("logprobs",))["logprobs"]
+    assert_rows([after], reference, [0], 1e-5)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("fsdp:t2", {}, "takes images.*leave p and t out"),
+        ("fsdp:p2", {}, "takes images.*leave p and t out"),
+        ("fsdp:d2", {"fsdp": {"attention": "rows"}}, "fsdp.attention = 'rows' with a model that takes images"),
+        ("fsdp:d2", {"fsdp": {"text_only": True, "freeze_vision": True}}, "freeze_vision = True.*on text alone"),
+        ("megatron:d2", {}, "qwen2_5_vl"),
+        ("jax:d2", {}, "qwen2_5_vl"),
+    ],
+    ids=["tensor", "pipeline", "rows", "frozen", "megatron", "jax"],
+)
+def test_layouts_that_cannot_carry_images_are_refused(backend: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message), started(backend, path=family_dir("qwen2_5_vl"), **options):
+        raise AssertionError("not reached")

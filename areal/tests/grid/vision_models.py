@@ -1,0 +1,78 @@
+"""Tiny configurations of families that take images, and samples with images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, Qwen2_5_VLConfig
+
+IMAGE_TOKEN = 100
+PATCH = 2 * 3 * 4 * 4
+"""Numbers of a patch: two equal frames of 4 x 4 pixels in three colours."""
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 112,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}
+_TOKENS = {
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 101,
+    "vision_start_token_id": 102,
+    "vision_end_token_id": 103,
+}
+_VISION: dict[str, Any] = {
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+def _qwen2_5_vl(**changes: Any) -> PreTrainedConfig:
+    # Windows of 4 x 4 patches in the first layer, whole images in the second.
+    vision = {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
+    return Qwen2_5_VLConfig(
+        text_config=_TEXT, vision_config=vision, **{**_TOKENS, "tie_word_embeddings": False, **changes}
+    )
+
+
+VISION_FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {"qwen2_5_vl": _qwen2_5_vl}
+"""Configurations by family. ``changes`` override fields of the whole model."""
+
+GRIDS = ((1, 4, 8), (1, 4, 4), (1, 8, 6), (1, 2, 2))
+
+
+def images(*grids: tuple[int, int, int], seed: int) -> dict[str, Tensor]:
+    """Return random images."""
+    n = sum(t * h * w for t, h, w in grids)
+    pixels = torch.randn(n, PATCH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+
+
+def tokens(*parts: int | tuple[int, int, int], seed: int) -> Tensor:
+    """Return random tokens: runs of text of some length, and those that stand for images of some grids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat(
+        [
+            torch.randint(3, 100, (part,), generator=generator)
+            if isinstance(part, int)
+            else torch.full((part[1] * part[2] // 4,), IMAGE_TOKEN)
+            for part in parts
+        ]
+    )

@@ -1,0 +1,66 @@
+"""Bugs of images that the suite must catch: images of other tokens, other positions, and towers that are not run or not trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from areal.tests.mutants.planting import Function, mutant
+
+LAYOUT = "dist/parallel/test_images.py::test_layouts_compute_the_same[{}]"
+UNIT = "unit/data/test_images.py::{}"
+
+
+@mutant("areal.utils.data.images:BatchImages.of_samples", LAYOUT.format("qwen2_5_vl-d1"))
+def images_in_the_wrong_order(right: Function) -> Function:
+    """The patches of a micro-batch's images are in the reverse order of their grids' tokens."""
+
+    def wrong(self: Any, members: Any) -> Any:
+        made = right(self, members)
+        return replace(made, pixel_values=made.pixel_values.flip(0))
+
+    return wrong
+
+
+@mutant("areal.utils.data.images:BatchImages.of_samples", LAYOUT.format("qwen2_5_vl-d1"))
+def positions_of_the_packed_row(right: Function) -> Function:
+    """Positions go on from one sequence to the next, and images have none of their own."""
+
+    def wrong(self: Any, members: Any) -> Any:
+        made = right(self, members)
+        return replace(made, positions=torch.arange(len(made.rows))[:, None].expand(-1, 3))
+
+    return wrong
+
+
+@mutant(
+    "areal.utils.data.images:_digest",
+    UNIT.format("test_equal_images_are_one_and_different_ones_are_not"),
+    LAYOUT.format("qwen2_5_vl-d1-shared"),
+)
+def images_of_one_size_are_equal(right: Function) -> Function:
+    """Images are compared by their sizes: one prompt gets the image of another."""
+    return lambda pixels, grid: repr(grid).encode()
+
+
+@mutant(
+    "areal.utils.data.images:BatchImages.prefix_keys", UNIT.format("test_the_border_of_a_shared_prefix_cuts_no_image")
+)
+def prefixes_of_tokens_alone(right: Function) -> Function:
+    """Prompts with the same tokens share their prefix, whatever their images are."""
+    return lambda self: [torch.zeros_like(row) for row in self.rows]
+
+
+@mutant("areal.engine.model.vision:vision_tower", LAYOUT.format("qwen2_5_vl-d1-frozen"))
+def tower_is_trained_although_frozen(right: Function) -> Function:
+    """The option that freezes the tower freezes nothing."""
+
+    def wrong(hf: Any) -> Any:
+        tower = right(hf)
+        if tower is not None:
+            tower.requires_grad_ = lambda trained: tower
+        return tower
+
+    return wrong

@@ -1,0 +1,124 @@
+"""Images of a batch: their positions, the tokens that stand for them, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from areal.api import MicroBatchSpec
+from areal.engine.model.media import image_rules
+from areal.tests.grid.reference import Sample
+from areal.tests.grid.vision_models import GRIDS, IMAGE_TOKEN, PATCH, VISION_FAMILIES, images, tokens
+from areal.utils.data import plan_batch
+from areal.utils.data.images import BatchImages, ImageRules
+
+A, B, C, D = GRIDS
+RULES = ImageRules(IMAGE_TOKEN, 2, PATCH)
+
+
+def sample(*parts: Any, seed: int = 0, **changes: Tensor) -> Sample:
+    grids = [part for part in parts if isinstance(part, tuple)]
+    made = {"input_ids": tokens(*parts, seed=seed), **(images(*grids, seed=seed) if grids else {})}
+    return {**made, **changes}
+
+
+def batch_images(*samples: Sample) -> BatchImages:
+    columns = {key: [sample.get(key) for sample in samples] for key in ("pixel_values", "image_grid_thw")}
+    return BatchImages.of([sample["input_ids"] for sample in samples], columns, RULES)
+
+
+@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+@pytest.mark.parametrize("parts", [(3, A, 5), (B, 4, C), (2, D, 1, A, 1, C)], ids=str)
+def test_positions_are_those_of_transformers(family: str, parts: tuple[Any, ...]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(VISION_FAMILIES[family]())
+    one = sample(*parts)
+    kinds = (one["input_ids"] == IMAGE_TOKEN).long()[None]
+    expected, _ = model.model.get_rope_index(one["input_ids"][None], kinds, image_grid_thw=one["image_grid_thw"])
+    assert torch.equal(batch_images(one).positions[0], expected[:, 0].T)
+    assert image_rules(model.config, text_only=False) == RULES
+
+
+def test_equal_images_are_one_and_different_ones_are_not() -> None:
+    first, again, other, text = sample(3, A, 1, B, 5), sample(1, A, seed=1), sample(3, A, seed=2), sample(4)
+    again["pixel_values"] = first["pixel_values"][:32].clone()
+    made = batch_images(first, again, other, text)
+    assert made.grids == (A, B, A)
+    # The tokens of an image have the rows of its first copy.
+    assert made.rows[1].tolist() == [-1, *range(8)]
+    assert made.rows[2].tolist() == [-1, -1, -1, *range(12, 20)]
+    assert [made.n_tokens(i) for i in range(4)] == [12, 8, 8, 0]
+
+
+def test_a_micro_batch_has_its_own_images_in_the_order_of_its_rows() -> None:
+    samples = [sample(3, A, 1, seed=1), sample(2, C, 2, B, seed=2), sample(5), sample(A, 2, seed=1)]
+    made = batch_images(*samples)
+    own = made.of_samples((3, 1))
+    # Sample 3 has the image of sample 0.
+    assert own.grids.tolist() == [list(A), list(C), list(B)]
+    pixels = own.pixel_values.split([32, 48, 16])
+    assert torch.equal(pixels[0], samples[0]["pixel_values"])
+    assert torch.equal(torch.cat(pixels[1:]), samples[1]["pixel_values"])
+    assert own.rows.tolist() == [*range(8), -1, -1, -1, -1, *range(8, 20), -1, -1, *range(20, 24)]
+    # Without images there is a black one, for which no token stands.
+    none = made.of_samples((2,))
+    assert none.grids.tolist() == [[1, 2, 2]]
+    assert not none.pixel_values.any()
+    assert none.rows.tolist() == [-1] * 5
+    assert made.of_samples(()).rows.tolist() == [-1]
+
+
+def test_the_border_of_a_shared_prefix_cuts_no_image() -> None:
+    """Two prompts with the same tokens share those before their images, which differ in the last pixel."""
+    one, two = sample(4, A, 3, seed=1), sample(4, A, 3, seed=1)
+    two["pixel_values"] = one["pixel_values"].clone()
+    two["pixel_values"][-1, -1] += 1
+    plans = [plan_batch([one, other], MicroBatchSpec(share_prefixes=True), images=RULES) for other in (two, dict(one))]
+    trees = [plan.trees[0] for plan in plans]
+    assert [None if tree is None else tree.lengths for tree in trees] == [(15, 11), (15,)]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "too few images": (
+        {"image_grid_thw": torch.tensor([A]), "pixel_values": torch.zeros(32, PATCH)},
+        r"sample 1 has runs of \[8, 4\].*images of \[8\] tokens",
+    ),
+    "no images": ({"image_grid_thw": None, "pixel_values": None}, r"sample 1 has runs of \[8, 4\]"),
+    "wrong order": ({"image_grid_thw": torch.tensor([B, A])}, r"runs of \[8, 4\].*images of \[4, 8\]"),
+    "no grid": ({"image_grid_thw": None}, "sample 1 has no 'image_grid_thw'"),
+    "odd grid": ({"image_grid_thw": torch.tensor([[1, 3, 8], [1, 4, 4]])}, "multiples of 2"),
+    "a video": ({"image_grid_thw": torch.tensor([[2, 4, 4], [1, 4, 4]])}, r"has \[2, 4, 4\]: an image"),
+    "flat grid": ({"image_grid_thw": torch.tensor(A)}, "pass integers"),
+    "missing patches": ({"pixel_values": torch.zeros(47, PATCH)}, r"\[47, 96\].*needs.*\[48, 96\]"),
+    "wide patches": ({"pixel_values": torch.zeros(48, PATCH + 1)}, r"\[48, 97\].*needs.*\[48, 96\]"),
+    "bytes": ({"pixel_values": torch.zeros(48, PATCH, dtype=torch.uint8)}, "floating-point"),
+    "a list": ({"pixel_values": [[0.0]]}, "'pixel_values' of sample 1 is a list"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_images_that_do_not_match_are_refused(changes: dict[str, Any], message: str) -> None:
+    good = sample(2, A)
+    bad = {key: x for key, x in {**sample(3, A, 1, B), **changes}.items() if x is not None}
+    with pytest.raises(ValueError, match=message):
+        plan_batch([good, bad], MicroBatchSpec(), images=RULES)
+
+
+def test_a_padded_batch_takes_a_list_of_images() -> None:
+    rows = [sample(3, A, 1, seed=1), sample(2, seed=2)]
+    ids, mask = torch.zeros(2, 12, dtype=torch.int64), torch.zeros(2, 12, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row["input_ids"])], mask[i, : len(row["input_ids"])] = row["input_ids"], 1
+    batch = {"input_ids": ids, "attention_mask": mask}
+    keys = {key: [rows[0][key], None] for key in ("pixel_values", "image_grid_thw")}
+    plan = plan_batch({**batch, **keys}, MicroBatchSpec(), images=RULES)
+    assert plan.images is not None
+    assert [len(row) for row in plan.images.rows] == [12, 2]
+    with pytest.raises(ValueError, match="'pixel_values' is not a list of 2 tensors"):
+        plan_batch({**batch, **keys, "pixel_values": torch.zeros(2, 4)}, MicroBatchSpec(), images=RULES)
+    with pytest.raises(ValueError, match=r"'pixel_values' is in a batch.*text alone"):
+        plan_batch({**batch, **keys}, MicroBatchSpec())
