@@ -89,12 +89,11 @@ def _check_trainable(config: PretrainedConfig) -> None:
 
 def _declared_obstacle(config: PretrainedConfig) -> str | None:
     """Return what excludes packing in a configuration: other components, a kind of layer, or dropout of attention weights."""
-    tested = config.model_type in TESTED_FAMILIES
     if config.model_type in IMAGE_FAMILIES:
         config = config.get_text_config()
     if config.get_text_config() is not config:
         return f"model_type = {config.model_type!r} has components in addition to its language model"
-    known = _ATTENTION_LAYERS if tested else _PACKABLE_LAYERS
+    known = _ATTENTION_LAYERS if config.model_type in TESTED_FAMILIES else _PACKABLE_LAYERS
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         return f"its layer_types has {', '.join(others)}"

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
 
 from areal.utils.data.images import ImageRules
 
-IMAGE_FAMILIES = frozenset({"qwen2_5_vl"})
+IMAGE_FAMILIES = frozenset({"qwen2_5_vl", "qwen3_5", "qwen3_vl"})
 """Model types whose images engines train on."""
 
 _TOWERS = ("vision_config", "audio_config")
@@ -41,7 +41,7 @@ def check_media(config: PretrainedConfig, *, text_only: bool, freeze_vision: boo
         raise ValueError(
             f"fsdp.freeze_vision = True, but the engine trains model_type = {config.model_type!r} on text alone: leave it out"
         )
-    if not takes_media(config):
+    if not takes_media(config) or config.model_type in IMAGE_FAMILIES:
         return
     what = f"model_type = {config.model_type!r} also takes images, videos or sound"
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
@@ -50,7 +50,7 @@ def check_media(config: PretrainedConfig, *, text_only: bool, freeze_vision: boo
         raise ValueError(
             f"{what}, whose weights {built} does not load: a saved checkpoint would lack them. Take a checkpoint of the language model alone"
         )
-    if not text_only and config.model_type not in IMAGE_FAMILIES:
+    if not text_only:
         raise ValueError(f"{what}, which an engine would ignore: set fsdp.text_only=True to train it on text alone")
 
 

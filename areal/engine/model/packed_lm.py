@@ -26,7 +26,7 @@ from areal.engine.batch_rules import ROUTED_EXPERTS
 from areal.engine.loss_step import split_outputs
 from areal.engine.model.classifier import make_value_head
 from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, decoder_of, head_of_runs, no_update
-from areal.engine.model.vision import LocalImages, embed_with_images
+from areal.engine.model.vision import LocalImages, decoder_inputs
 from areal.engine.moe.routing import ExpertRouting, Routing
 from areal.engine.recurrence.functions import replace_functions, running
 from areal.engine.stream.layout import AdapterRuns, layout_of, pad_rows
@@ -167,7 +167,7 @@ class PackedCausalLM(nn.Module):
         entry = {"input_ids": inputs.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
         positions = inputs.position_ids[None]
         if inputs.images is not None:
-            entry = {"inputs_embeds": embed_with_images(self.hf, inputs.input_ids, inputs.images)}
+            entry = decoder_inputs(self.hf, inputs.input_ids, inputs.images)
             positions = inputs.position_ids.T[:, None]
         with nullcontext() if self.recurrence is None else running(inputs.layout):
             result = decoder_of(self.hf)(

@@ -60,20 +60,28 @@ def vision_layers(hf: PreTrainedModel) -> list[nn.Module]:
     return [] if tower is None else list(tower.blocks)
 
 
-def embed_with_images(hf: PreTrainedModel, ids: Tensor, images: LocalImages) -> Tensor:
-    """Return the input embeddings of tokens, with the features of images where tokens stand for them.
+def decoder_inputs(hf: PreTrainedModel, ids: Tensor, images: LocalImages) -> dict[str, Any]:
+    """Return arguments of a decoder: the embeddings of tokens, with the features of images where tokens stand for them.
 
     Args:
         hf: the model.
         ids: int64 ``[T]``. Tokens of this rank.
         images: images of the micro-batch.
-
-    Returns:
-        ``[1, T, H]``.
     """
     embedded: Tensor = hf.get_input_embeddings()(ids[None])
-    pixels = images.inputs.pixel_values.to(embedded.dtype)
-    features = vision_tower(hf)(pixels, grid_thw=images.inputs.grids).pooler_output.to(embedded.dtype)
-    # Text takes the first row and leaves it out again, so that every rank has a gradient for its tower.
-    of_tokens = TakeRows.apply(features, images.rows.clamp(min=0))
-    return torch.where((images.rows >= 0)[:, None], of_tokens, embedded)
+    encoded = vision_tower(hf)(images.inputs.pixel_values.to(embedded.dtype), grid_thw=images.inputs.grids)
+    stands = (images.rows >= 0)[:, None]
+
+    def of_tokens(features: Tensor, text: Tensor) -> Tensor:
+        # Text takes the first row and leaves it out again, so that every rank has a gradient for its tower.
+        rows = TakeRows.apply(features.to(embedded.dtype), images.rows.clamp(min=0))
+        return torch.where(stands, rows, text)
+
+    inputs: dict[str, Any] = {"inputs_embeds": of_tokens(encoded.pooler_output, embedded)}
+    deep = getattr(encoded, "deepstack_features", None)
+    if deep:
+        # Features of inner layers are added after the first layers of the decoder, in the row 0 of its states.
+        zeros = torch.zeros_like(embedded)
+        inputs["visual_pos_masks"] = torch.zeros(1, dtype=torch.int64, device=ids.device)
+        inputs["deepstack_visual_embeds"] = [of_tokens(features, zeros) for features in deep]
+    return inputs

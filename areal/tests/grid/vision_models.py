@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, Qwen2_5_VLConfig
+from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen3_5Config, Qwen3VLConfig
 
 IMAGE_TOKEN = 100
 PATCH = 2 * 3 * 4 * 4
@@ -52,7 +52,35 @@ def _qwen2_5_vl(**changes: Any) -> PreTrainedConfig:
     )
 
 
-VISION_FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {"qwen2_5_vl": _qwen2_5_vl}
+def _qwen3_vl(**changes: Any) -> PreTrainedConfig:
+    # Both layers of the tower also reach a layer of the decoder.
+    vision = {**_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    text = {**_TEXT, "head_dim": 8, "rope_parameters": {**_TEXT["rope_parameters"], "mrope_section": [2, 1, 1]}}
+    return Qwen3VLConfig(text_config=text, vision_config=vision, **{**_TOKENS, "tie_word_embeddings": False, **changes})
+
+
+def _qwen3_5(**changes: Any) -> PreTrainedConfig:
+    # Gated delta rule beside attention; a tower without features of inner layers.
+    text = {
+        **_TEXT,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {**_TEXT["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    }
+    vision = {**_VISION, "num_position_embeddings": 16}
+    fields = {**_TOKENS, "tie_word_embeddings": False, **changes}
+    return Qwen3_5Config(text_config=text, vision_config=vision, **fields)
+
+
+VISION_FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_5": _qwen3_5,
+    "qwen3_vl": _qwen3_vl,
+}
 """Configurations by family. ``changes`` override fields of the whole model."""
 
 GRIDS = ((1, 4, 8), (1, 4, 4), (1, 8, 6), (1, 2, 2))

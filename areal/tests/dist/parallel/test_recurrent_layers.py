@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, TokenOutputs
 from areal.engine.lora.peft_format import plan_adapter
@@ -23,6 +19,7 @@ from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import adapter_dir
 from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
 from areal.tests.grid.reference import Reference
+from areal.tests.harness.files import gradients_as_in_files
 from areal.tests.harness.tiny import family_dir, gradients_of, started, writing
 from areal.tests.harness.world import cached, record
 
@@ -31,18 +28,6 @@ FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_
 
 def loss(out: TokenOutputs, batch: Batch) -> Tensor:
     return -(out.logprobs * batch["advantages"] * batch["loss_mask"]).sum()
-
-
-def gradients_as_in_files(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the gradients under the names that transformers writes: it saves a model whose weights they are."""
-    for parameter in model.parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    for buffer in model.buffers():
-        buffer.data = torch.full_like(buffer, torch.nan, dtype=torch.float64)
-    with tempfile.TemporaryDirectory() as folder, writing():
-        model.save_pretrained(folder)
-        saved = load_file(Path(folder) / "model.safetensors")
-    return {name: tensor for name, tensor in saved.items() if not tensor.isnan().all()}
 
 
 def expected(path: str, case: str) -> tuple[Any, list[Tensor]]:

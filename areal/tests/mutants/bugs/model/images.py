@@ -10,7 +10,7 @@ import torch
 from areal.tests.mutants.planting import Function, mutant
 
 LAYOUT = "dist/parallel/test_images.py::test_layouts_compute_the_same[{}]"
-UNIT = "unit/data/test_images.py::{}"
+UNIT = "unit/data/test_images_of_samples.py::{}"
 
 
 @mutant("areal.utils.data.images:BatchImages.of_samples", LAYOUT.format("qwen2_5_vl-d1"))
