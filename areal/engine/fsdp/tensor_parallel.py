@@ -101,7 +101,7 @@ class TensorParallel:
         self._distribute(module, **{name: Replicate() for name in module._parameters})
         inner = module.forward
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(x: Tensor) -> Any:
             # The layer's own forward computes with local tensors: swap them in for the call.
             dtensors = dict(module._parameters)
             module._parameters.update({name: local_part(p, Partial()) for name, p in dtensors.items()})  # type: ignore[misc]
@@ -111,6 +111,11 @@ class TensorParallel:
                 module._parameters.update(dtensors)
 
         module.forward = forward
+
+    def tower(self, module: Any) -> None:
+        """Encode all images on every rank. The gradient of a rank is that of the tokens it has: a partial sum over ranks."""
+        if any(parameter is not None for parameter in module._parameters.values()):
+            self.norm(module)
 
     def last_norm(self, module: Any) -> None:
         """Apply the norm before the head and gather its output: every rank then computes the same head input."""
@@ -182,7 +187,16 @@ DENSE: Mapping[str, ParallelStyle] = {
 }
 """Pre-norm decoders with gated MLPs and any number of key-value heads."""
 
-PLANS: Mapping[str, Mapping[str, ParallelStyle]] = dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE)
+WITH_IMAGES: Mapping[str, ParallelStyle] = {
+    **{name.replace("model.", "model.language_model.", 1): style for name, style in DENSE.items()},
+    "model.visual.*": TensorParallel.tower,
+}
+"""The same decoders behind a vision tower."""
+
+PLANS: Mapping[str, Mapping[str, ParallelStyle]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), WITH_IMAGES),
+}
 """Plan by model type. A plan lists every module with parameters, and the blocks around them."""
 
 
@@ -205,6 +219,7 @@ def check_plan(config: PretrainedConfig, dims: ParallelDims, *, packed: bool) ->
         raise ValueError(
             "fsdp.attention = 'rows' with t: tensor parallelism needs packed attention; leave one of the two out"
         )
+    config = config.get_text_config()
     # Heads and columns are split evenly. Key-value heads may also be fewer than the ranks, if these divide by them.
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name)
@@ -252,7 +267,7 @@ def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
         ValueError: the family's plan does not cover a parameter.
     """
     config = model.hf.config
-    parallel, plan = TensorParallel(mesh, config.num_key_value_heads), PLANS[config.model_type]
+    parallel, plan = TensorParallel(mesh, config.get_text_config().num_key_value_heads), PLANS[config.model_type]
     for name, module in model.hf.named_modules():
         for pattern, style in plan.items():
             if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, PassThrough):

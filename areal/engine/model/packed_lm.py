@@ -167,7 +167,7 @@ class PackedCausalLM(nn.Module):
         entry = {"input_ids": inputs.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
         positions = inputs.position_ids[None]
         if inputs.images is not None:
-            entry = decoder_inputs(self.hf, inputs.input_ids, inputs.images)
+            entry = decoder_inputs(self.hf, inputs.input_ids, inputs.images, self.vocab_group)
             positions = inputs.position_ids.T[:, None]
         with nullcontext() if self.recurrence is None else running(inputs.layout):
             result = decoder_of(self.hf)(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -43,10 +44,8 @@ def check_image_layout(dims: ParallelDims, *, packed: bool) -> None:
         raise ValueError(
             "fsdp.attention = 'rows' with a model that takes images: its sequences are packed; choose 'auto'"
         )
-    if dims.pp * dims.tp > 1:
-        raise ValueError(
-            f"{dims} with a model that takes images: the engine splits its data (d, r) and tokens (c) alone; leave p and t out"
-        )
+    if dims.pp > 1:
+        raise ValueError(f"{dims} with a model that takes images, which the engine cannot cut into stages: leave p out")
 
 
 def vision_tower(hf: PreTrainedModel) -> Any:
@@ -60,22 +59,25 @@ def vision_layers(hf: PreTrainedModel) -> list[nn.Module]:
     return [] if tower is None else list(tower.blocks)
 
 
-def decoder_inputs(hf: PreTrainedModel, ids: Tensor, images: LocalImages) -> dict[str, Any]:
+def decoder_inputs(
+    hf: PreTrainedModel, ids: Tensor, images: LocalImages, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Return arguments of a decoder: the embeddings of tokens, with the features of images where tokens stand for them.
 
     Args:
         hf: the model.
         ids: int64 ``[T]``. Tokens of this rank.
         images: images of the micro-batch.
+        group: ranks that divide the embeddings of these tokens, in order; ``None`` for one rank.
     """
     embedded: Tensor = hf.get_input_embeddings()(ids[None])
     encoded = vision_tower(hf)(images.inputs.pixel_values.to(embedded.dtype), grid_thw=images.inputs.grids)
-    stands = (images.rows >= 0)[:, None]
+    rows = images.rows if group is None else images.rows.chunk(group.size())[group.rank()]
+    stands, rows = (rows >= 0)[:, None], rows.clamp(min=0)
 
     def of_tokens(features: Tensor, text: Tensor) -> Tensor:
         # Text takes the first row and leaves it out again, so that every rank has a gradient for its tower.
-        rows = TakeRows.apply(features.to(embedded.dtype), images.rows.clamp(min=0))
-        return torch.where(stands, rows, text)
+        return torch.where(stands, TakeRows.apply(features.to(embedded.dtype), rows), text)
 
     inputs: dict[str, Any] = {"inputs_embeds": of_tokens(encoded.pooler_output, embedded)}
     deep = getattr(encoded, "deepstack_features", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -14,8 +15,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GPT2Config
+from transformers import GPT2Config, PreTrainedModel
 
 from areal.api import (
     Batch,
@@ -178,6 +180,18 @@ def family_dir(family: str, **changes: Any) -> str:
     """Call :func:`~areal.tests.grid.models.model_dir` on whichever rank is first."""
     with writing():
         return model_dir(family, **changes)
+
+
+def gradients_as_in_files(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the gradients under the names that transformers writes: it saves a model whose weights they are."""
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for buffer in model.buffers():
+        buffer.data = torch.full_like(buffer, torch.nan, dtype=torch.float64)
+    with tempfile.TemporaryDirectory() as folder, writing():
+        model.save_pretrained(folder)
+        saved = load_file(Path(folder) / "model.safetensors")
+    return {name: tensor for name, tensor in saved.items() if not tensor.isnan().all()}
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import adapter_dir
 from areal.tests.grid.reference import Reference, Sample
 from areal.tests.grid.vision_models import GRIDS, VISION_FAMILIES, images, tokens
-from areal.tests.harness.files import gradients_as_in_files
-from areal.tests.harness.tiny import family_dir, gradients_of, started, writing
+from areal.tests.harness.tiny import family_dir, gradients_as_in_files, gradients_of, started, writing
 from areal.tests.harness.world import cached, record, world
 
 FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
@@ -68,6 +67,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "c2-shared": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=64, share_prefixes=True)},
     "d1-full": {"activation_checkpointing": "full"},
     "d2-selective": {"activation_checkpointing": "selective"},
+    "t2": {},
+    "t2-full": {"activation_checkpointing": "full"},
     "d1-frozen": {"fsdp": {"freeze_vision": True}},
 }
 """Options of an engine by its layout and what they do."""
@@ -82,6 +83,8 @@ WAYS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
 def test_layouts_compute_the_same(family: str, way: str) -> None:
+    if family == "qwen3_5" and way.startswith("t"):
+        pytest.skip("recurrent layers have no tensor-parallel plan, and are refused")
     path = family_dir(family)
     gradients, logprobs = expected(path)
     if way.endswith("frozen"):
@@ -162,14 +165,13 @@ def test_a_saved_model_has_its_tower(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "options", "message"),
     [
-        ("fsdp:t2", {}, "takes images.*leave p and t out"),
-        ("fsdp:p2", {}, "takes images.*leave p and t out"),
+        ("fsdp:p2", {}, "takes images.*leave p out"),
         ("fsdp:d2", {"fsdp": {"attention": "rows"}}, "fsdp.attention = 'rows' with a model that takes images"),
         ("fsdp:d2", {"fsdp": {"text_only": True, "freeze_vision": True}}, "freeze_vision = True.*on text alone"),
         ("megatron:d2", {}, "qwen2_5_vl"),
         ("jax:d2", {}, "qwen2_5_vl"),
     ],
-    ids=["tensor", "pipeline", "rows", "frozen", "megatron", "jax"],
+    ids=["pipeline", "rows", "frozen", "megatron", "jax"],
 )
 def test_layouts_that_cannot_carry_images_are_refused(backend: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message), started(backend, path=family_dir("qwen2_5_vl"), **options):

@@ -19,8 +19,7 @@ from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import adapter_dir
 from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
 from areal.tests.grid.reference import Reference
-from areal.tests.harness.files import gradients_as_in_files
-from areal.tests.harness.tiny import family_dir, gradients_of, started, writing
+from areal.tests.harness.tiny import family_dir, gradients_as_in_files, gradients_of, started, writing
 from areal.tests.harness.world import cached, record
 
 FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
