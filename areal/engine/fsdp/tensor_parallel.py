@@ -195,7 +195,7 @@ WITH_IMAGES: Mapping[str, ParallelStyle] = {
 
 PLANS: Mapping[str, Mapping[str, ParallelStyle]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), WITH_IMAGES),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_vl"), WITH_IMAGES),
 }
 """Plan by model type. A plan lists every module with parameters, and the blocks around them."""
 

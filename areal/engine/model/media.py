@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
 
 from areal.utils.data.images import ImageRules
 
-IMAGE_FAMILIES = frozenset({"qwen2_5_vl", "qwen3_5", "qwen3_vl"})
+IMAGE_FAMILIES = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"})
 """Model types whose images engines train on."""
 
 _TOWERS = ("vision_config", "audio_config")

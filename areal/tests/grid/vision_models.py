@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen3_5Config, Qwen3VLConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 IMAGE_TOKEN = 100
 PATCH = 2 * 3 * 4 * 4
@@ -47,38 +48,59 @@ _VISION: dict[str, Any] = {
 def _qwen2_5_vl(**changes: Any) -> PreTrainedConfig:
     # Windows of 4 x 4 patches in the first layer, whole images in the second.
     vision = {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
-    return Qwen2_5_VLConfig(
-        text_config=_TEXT, vision_config=vision, **{**_TOKENS, "tie_word_embeddings": False, **changes}
-    )
+    return _config("qwen2_5_vl", _TEXT, vision, changes)
+
+
+def _qwen2_vl(**changes: Any) -> PreTrainedConfig:
+    # Its tower calls the width of its own states embed_dim.
+    vision = {
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+    }
+    return _config("qwen2_vl", _TEXT, {**vision, "embed_dim": 32, "hidden_size": 32}, changes)
+
+
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_QWEN3_VL = {**_TEXT, "head_dim": 8, "rope_parameters": {**_TEXT["rope_parameters"], "mrope_section": [2, 1, 1]}}
+_QWEN3_5 = {
+    **_TEXT,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {**_TEXT["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}
+_LEARNED = {**_VISION, "num_position_embeddings": 16}
 
 
 def _qwen3_vl(**changes: Any) -> PreTrainedConfig:
     # Both layers of the tower also reach a layer of the decoder.
-    vision = {**_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
-    text = {**_TEXT, "head_dim": 8, "rope_parameters": {**_TEXT["rope_parameters"], "mrope_section": [2, 1, 1]}}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, **{**_TOKENS, "tie_word_embeddings": False, **changes})
+    return _config("qwen3_vl", _QWEN3_VL, {**_LEARNED, "deepstack_visual_indexes": [0, 1]}, changes)
 
 
-def _qwen3_5(**changes: Any) -> PreTrainedConfig:
+def _qwen3_5(family: str, **changes: Any) -> PreTrainedConfig:
     # Gated delta rule beside attention; a tower without features of inner layers.
-    text = {
-        **_TEXT,
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "rope_parameters": {**_TEXT["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-    }
-    vision = {**_VISION, "num_position_embeddings": 16}
+    experts = {**_EXPERTS, "shared_expert_intermediate_size": 16} if family.endswith("moe") else {}
+    return _config(family, {**_QWEN3_5, **experts}, _LEARNED, changes)
+
+
+def _config(
+    family: str, text: Mapping[str, Any], vision: Mapping[str, Any], changes: Mapping[str, Any]
+) -> PreTrainedConfig:
     fields = {**_TOKENS, "tie_word_embeddings": False, **changes}
-    return Qwen3_5Config(text_config=text, vision_config=vision, **fields)
+    return CONFIG_MAPPING[family](text_config=dict(text), vision_config=dict(vision), **fields)
 
 
 VISION_FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_5": _qwen3_5,
+    **{family: functools.partial(_qwen3_5, family) for family in ("qwen3_5", "qwen3_5_moe")},
     "qwen3_vl": _qwen3_vl,
 }
 """Configurations by family. ``changes`` override fields of the whole model."""

@@ -83,7 +83,7 @@ WAYS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
 def test_layouts_compute_the_same(family: str, way: str) -> None:
-    if family == "qwen3_5" and way.startswith("t"):
+    if family.startswith("qwen3_5") and way.startswith("t"):
         pytest.skip("recurrent layers have no tensor-parallel plan, and are refused")
     path = family_dir(family)
     gradients, logprobs = expected(path)
