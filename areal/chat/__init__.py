@@ -3,5 +3,6 @@
 from areal.chat.answer import ParsedAnswer, ToolCall
 from areal.chat.chat import Chat
 from areal.chat.conversation import Conversation
+from areal.chat.pictures import Pictures
 
-__all__ = ["Chat", "Conversation", "ParsedAnswer", "ToolCall"]
+__all__ = ["Chat", "Conversation", "ParsedAnswer", "Pictures", "ToolCall"]

@@ -14,6 +14,7 @@ from areal.chat.answer import Message, ParsedAnswer
 from areal.chat.answer_format import AnswerFormat
 from areal.chat.call_format import Parser
 from areal.chat.conversation import Conversation
+from areal.chat.pictures import Pictures, pictures_of
 from areal.chat.template import Template, common, cut
 from areal.utils.data.sequences import Segment, from_segments
 
@@ -27,6 +28,7 @@ class Chat:
         tokenizer: a fast tokenizer with a chat template.
         tools: functions with types and docstrings (see ``transformers.utils.get_json_schema``), or JSON schemas.
         parse_calls: reads the calls in the text of an answer. Defaults to the form that was learned.
+        pictures: reads the pictures of messages; ``None`` refuses them.
         options: further variables of the template, such as ``enable_thinking=False``.
 
     Raises:
@@ -40,8 +42,10 @@ class Chat:
         tools: Sequence[Any] = (),
         *,
         parse_calls: Parser | None = None,
+        pictures: Pictures | None = None,
         **options: Any,
     ) -> None:
+        self._pictures = pictures
         schemas = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         self.template = Template(tokenizer, schemas, options)
         self._parse_calls = parse_calls
@@ -74,7 +78,28 @@ class Chat:
         Raises:
             ValueError: the template refuses the messages.
         """
-        return self.template.ids(self.template.text(messages, prompt=True))
+        ids = self.template.ids(self.template.text(messages, prompt=True))
+        return self.with_places(ids, self.images(messages))
+
+    def images(self, messages: Sequence[Message]) -> dict[str, Tensor]:
+        """Return the pictures of messages as keys of a sample, ``pixel_values`` and ``image_grid_thw``; nothing without pictures.
+
+        Raises:
+            ValueError: the image processor refuses a picture, or there is none.
+        """
+        if self._pictures is not None:
+            return self._pictures.inputs(messages)
+        if pictures_of(messages):
+            raise ValueError(
+                "messages has a picture, and this Chat reads none: pass pictures=Pictures(processor, token)"
+            )
+        return {}
+
+    def with_places(self, ids: Sequence[int], images: dict[str, Tensor]) -> list[int]:
+        """Return rendered tokens, with a token for each part of these pictures."""
+        if self._pictures is None:
+            return list(ids)
+        return [token for token, n in zip(ids, self._pictures.repeats(ids, images), strict=True) for _ in range(n)]
 
     def start(self, messages: Sequence[Message], rewrites: Literal["error", "keep"] = "error") -> Conversation:
         """Begin a conversation that a model continues: see :class:`Conversation`."""
@@ -101,7 +126,12 @@ class Chat:
         """Return the error of a call that names no tool."""
         return f"tool = {name!r}: choose of {', '.join(self._types)}"
 
-    def segments(self, messages: Sequence[Message], train: Literal["all", "last"] = "all") -> tuple[Segment, ...]:
+    def segments(
+        self,
+        messages: Sequence[Message],
+        train: Literal["all", "last"] = "all",
+        images: dict[str, Tensor] | None = None,
+    ) -> tuple[Segment, ...]:
         """Return the tokens of a finished conversation, as ``apply_chat_template`` does, in segments.
 
         Trained are the answers, from behind the header of the turn to the end-of-turn token: no header, and nothing behind that token.
@@ -109,10 +139,12 @@ class Chat:
         Args:
             messages: conversation with at least one message of the role ``assistant``.
             train: all answers, or the last one.
+            images: result of :meth:`images`, if it is known.
 
         Raises:
-            ValueError: no message is an answer; the template refuses the messages; or it renders an answer otherwise than it asks for it
-                (such as without its reasoning once another turn follows), so that no prompt of the model leads to the text.
+            ValueError: no message is an answer; the template refuses the messages, or the image processor a picture; or it renders an
+                answer otherwise than it asks for it (such as without its reasoning once another turn follows), so that no prompt of the
+                model leads to the text.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
@@ -130,14 +162,20 @@ class Chat:
                 raise self._rewritten(messages[: i + 1], text, i)
             for k in behind:
                 trained[k] = closing is None or k <= closing
-        return _runs([token for token, _, _ in tokens], trained)
+        ids, images = [token for token, _, _ in tokens], self.images(messages) if images is None else images
+        if self._pictures is not None:
+            repeats = self._pictures.repeats(ids, images)
+            ids = [token for token, n in zip(ids, repeats, strict=True) for _ in range(n)]
+            trained = [flag for flag, n in zip(trained, repeats, strict=True) for _ in range(n)]
+        return _runs(ids, trained)
 
     def sample(self, messages: Sequence[Message], train: Literal["all", "last"] = "all") -> dict[str, Tensor]:
-        """Return a finished conversation as a sample for supervised fine-tuning: ``input_ids`` and ``loss_mask``.
+        """Return a finished conversation as a sample for supervised fine-tuning: ``input_ids``, ``loss_mask``, and pictures if it has some.
 
-        See :meth:`segments` for what is trained, and for the errors.
+        See :meth:`segments` for what is trained, and for the errors, and :meth:`images` for the keys of pictures.
         """
-        return from_segments(self.segments(messages, train))
+        images = self.images(messages)
+        return {**from_segments(self.segments(messages, train, images)), **images}
 
     def _turn(self, messages: Sequence[Message], i: int, text: str) -> tuple[int, int]:
         """Return start and end of an answer in the text of the conversation."""

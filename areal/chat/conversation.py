@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from torch import Tensor
+
 from areal.chat.answer import Message, ParsedAnswer
 from areal.chat.template import MARK, common
 from areal.utils.data.sequences import Segment
@@ -54,6 +56,11 @@ class Conversation:
         """All tokens so far: the prompt of the next answer."""
         return [int(token) for segment in self.segments for token in segment.tokens]
 
+    @property
+    def images(self) -> dict[str, Tensor]:
+        """Pictures of all messages; see :meth:`areal.chat.Chat.images`."""
+        return self._chat.images(self.messages)
+
     def fork(self) -> Conversation:
         """Return a copy, which can be continued otherwise."""
         other = copy.copy(self)
@@ -83,7 +90,7 @@ class Conversation:
         self._expect_answer(False)
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("messages: pass at least one, and none of the role 'assistant', which answer() appends")
-        ids = self._following(messages)
+        ids = self._chat.with_places(self._following(messages), self._chat.images(messages))
         complete = self.answers[-1].complete
         self.segments = (*self.segments, Segment(ids[1:] if complete else ids, trainable=False))
         self.messages.extend(messages)

@@ -27,6 +27,7 @@ class Sequence:
         stats: numbers to log, as means under ``rollout/<name>``.
         episode: number of its episode within the group. Sequences of one episode count once in the group's baseline. Set by the runner;
             ``None`` for an episode of its own.
+        images: pictures of the sequence as keys of a sample, such as :attr:`areal.chat.Conversation.images`.
 
     Raises:
         ValueError: the reward is not finite, or no segment is trainable.
@@ -38,6 +39,7 @@ class Sequence:
     truncated: bool = False
     stats: dict[str, float] = field(default_factory=dict)
     episode: int | None = None
+    images: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
@@ -62,8 +64,8 @@ class Sequence:
 
         ``input_ids``, ``loss_mask``, ``rollout_logprobs`` and ``versions`` are ``[S]``, position-aligned. ``rewards``, ``group_ids``,
         ``truncated`` and, for a sequence of a runner, ``episode_ids`` are scalars, which become ``[n]`` in a batch. ``output_mask`` restricts
-        log-probs and entropy to trained tokens. ``temperature`` is that of the answers, if known, so that an engine's log-probs are of the
-        distribution that was sampled.
+        log-probs and entropy to trained tokens. Pictures have the keys of :attr:`images`. ``temperature`` is that of the answers, if known,
+        so that an engine's log-probs are of the distribution that was sampled.
 
         Args:
             oldest: version of the oldest tokens to train on; ``None`` for no limit. Tokens without a version are trained on.
@@ -78,6 +80,7 @@ class Sequence:
             "rewards": torch.tensor(self.reward, dtype=torch.float32),
             "group_ids": torch.tensor(self.group, dtype=torch.int64),
             "truncated": torch.tensor(self.truncated),
+            **self.images,
         }
 
     def oldest_version(self, default: int, oldest: int | None = None) -> int:
@@ -123,17 +126,19 @@ class Sequence:
             "truncated": self.truncated,
             "stats": dict(self.stats),
             "episode": self.episode,
+            "images": dict(self.images),
         }
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Sequence:
         """Restore a sequence from :meth:`state`."""
-        # States of earlier releases lack the sampling parameters.
+        # States of earlier releases lack the sampling parameters and images.
         segments = tuple(
             Segment(each["tokens"], each["trainable"], each["values"], each.get("sampling", {}))
             for each in state["segments"]
         )
-        return cls(segments, state["reward"], state["group"], state["truncated"], state["stats"], state["episode"])
+        known = {name: state[name] for name in ("reward", "group", "truncated", "stats", "episode")}
+        return cls(segments, **known, images=state.get("images", {}))
 
     @property
     def trained_tokens(self) -> int:

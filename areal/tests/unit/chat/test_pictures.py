@@ -1,0 +1,91 @@
+"""Messages with pictures: their tokens, and the images of samples and conversations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+
+from areal.chat import Chat, Pictures
+from areal.tests.unit.chat.agents import sampled
+from areal.tests.unit.chat.templates import CHATML
+from areal.tests.unit.chat.tokenizers import chat_tokenizer
+from areal.trainer.rollout.sequence import Sequence
+from areal.utils.data.images import BatchImages, ImageRules
+
+VISUAL = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}",
+)
+SMALL, WIDE = Image.new("RGB", (16, 16), "red"), Image.new("RGB", (32, 16), "blue")
+
+
+def picture(image: Image.Image) -> dict[str, object]:
+    return {"type": "image", "image": image}
+
+
+def visual_chat() -> tuple[Chat, int]:
+    tokenizer = chat_tokenizer(VISUAL)
+    token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 784})
+    return Chat(tokenizer, pictures=Pictures(processor, token)), token
+
+
+MESSAGES = [
+    {"role": "user", "content": [picture(WIDE), {"type": "text", "text": "and"}, picture(SMALL)]},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def test_a_sample_has_a_token_for_each_part_of_its_pictures() -> None:
+    chat, token = visual_chat()
+    sample = chat.sample(MESSAGES)
+    assert sample["image_grid_thw"].tolist() == [[1, 4, 8], [1, 4, 4]]
+    assert (sample["input_ids"] == token).sum() == 8 + 4
+    # What an engine checks.
+    images = BatchImages.of(
+        [sample["input_ids"]],
+        {key: [sample[key]] for key in ("pixel_values", "image_grid_thw")},
+        ImageRules(token, 2, sample["pixel_values"].shape[1]),
+    )
+    assert images.n_tokens(0) == 12
+    # The answer and its end are trained, at the positions before them.
+    trained = sample["input_ids"].roll(-1)[sample["loss_mask"] > 0]
+    assert chat.template.tokenizer.decode(trained) == "two<|im_end|>"
+    prompt = chat.prompt(MESSAGES[:1])
+    assert sample["input_ids"][: len(prompt)].tolist() == prompt
+
+
+def test_a_conversation_goes_on_with_pictures() -> None:
+    chat, token = visual_chat()
+    talk = chat.start(MESSAGES[:1])
+    answer = [*chat.template.ids("two"), *chat.stop_token_ids[:1]]
+    talk.answer(sampled(answer))
+    talk.add({"role": "user", "content": [picture(SMALL)]})
+    again = [*MESSAGES[:1], {"role": "assistant", "content": "two"}, {"role": "user", "content": [picture(SMALL)]}]
+    assert talk.tokens == chat.prompt(again)
+    assert talk.tokens.count(token) == 8 + 4 + 4
+    assert talk.images["image_grid_thw"].tolist() == [[1, 4, 8], [1, 4, 4], [1, 4, 4]]
+    # A sequence of reinforcement learning has them, also after a checkpoint.
+    made = Sequence(talk.segments, 1.0, images=talk.images)
+    for sequence in (made, Sequence.of_state(made.state())):
+        assert torch.equal(sequence.sample()["pixel_values"], talk.images["pixel_values"])
+
+
+def test_pictures_that_cannot_be_read_are_named() -> None:
+    chat, _ = visual_chat()
+    blind = Chat(chat_tokenizer(VISUAL))
+    for call in (blind.prompt, blind.sample):
+        with pytest.raises(ValueError, match=r"messages has a picture.*pass pictures="):
+            call(MESSAGES)
+    url = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]
+    with pytest.raises(ValueError, match=r"messages\[0\] has a part of the type 'image_url'"):
+        chat.prompt(url)
+    with pytest.raises(ValueError, match="the image processor refuses a picture"):
+        chat.prompt([{"role": "user", "content": [{"type": "image", "image": 3}]}])
+    text = [{"role": "user", "content": [picture(SMALL), {"type": "text", "text": "<|image_pad|>"}]}]
+    with pytest.raises(ValueError, match=r"renders 2 tokens .* for 1 pictures"):
+        chat.prompt(text)
