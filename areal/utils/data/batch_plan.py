@@ -294,7 +294,8 @@ def plan_batch(
     columns = read_batch(batch, spec)
     if not columns.form.seqlens:
         return _empty_plan(columns, align, images)
-    pictures = read_images(columns.tokens["input_ids"], columns.images, images)
+    seeing = images is not None or columns.images
+    pictures = read_images(columns.tokens["input_ids"], columns.images, images) if seeing else None
     if "target_ids" in columns.tokens:
         check_target_shape(columns.tokens["target_ids"][0])
     if "output_mask" in columns.tokens:
@@ -342,19 +343,8 @@ def plan_batch(
 
 def _empty_plan(columns: Columns, align: int, images: ImageRules | None) -> BatchPlan:
     """Return the plan of a batch without samples."""
-    return BatchPlan(
-        form=columns.form,
-        bins=(),
-        trees=(),
-        dropped=(),
-        align=align,
-        tokens={},
-        sequences={},
-        payloads={},
-        meta=columns.meta,
-        keys=NO_SAMPLES,
-        images=None if images is None else BatchImages(images),
-    )
+    pictures = None if images is None else BatchImages(images)
+    return BatchPlan(columns.form, (), (), (), align, {}, {}, {}, columns.meta, NO_SAMPLES, images=pictures)
 
 
 def _joined(columns: Mapping[str, Sequence[Tensor]], order: Sequence[int]) -> dict[str, Tensor]:
