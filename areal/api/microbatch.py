@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -55,19 +55,23 @@ class ImageInputs:
     Attributes:
         pixel_values: float ``[P, C]``. Patches of all images, end to end. A micro-batch without images has a black one, for which no
             token stands.
-        grids: int64 ``[n, 3]``. Patches of each image in time, height and width.
+        grids: int64 ``[n, 3]``, on the host. Patches of each image in time, height and width.
         rows: int64 ``[T]``. For each packed token its row among the tokens of all images, end to end; -1 for a token of text.
         positions: int64 ``[T, 3]``. Position of each packed token in its sequence, in time, height and width.
+        tower: index tensors that the vision tower would derive from the grids, by their names in its forward. Offsets of sequences, whose
+            names begin with ``cu_``, stay on the host.
     """
 
     pixel_values: Tensor
     grids: Tensor
     rows: Tensor
     positions: Tensor
+    tower: Mapping[str, Tensor] = field(default_factory=dict)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> ImageInputs:
-        """Apply ``fn`` to every tensor, and return the result."""
-        return ImageInputs(fn(self.pixel_values), fn(self.grids), fn(self.rows), fn(self.positions))
+        """Apply ``fn`` to every tensor that the device needs, and return the result."""
+        tower = {name: x if name.startswith("cu_") else fn(x) for name, x in self.tower.items()}
+        return ImageInputs(fn(self.pixel_values), self.grids, fn(self.rows), fn(self.positions), tower)
 
 
 class MicroBatchLayout(Protocol):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, TrainEngineConfig
 from areal.api.config import torch_dtype
 from areal.engine.model.hub import read_config
+from areal.engine.model.media import model_factory
 from areal.plan.engines.fsdp import PlannedEngine
 from areal.plan.planned_world import planned_world
 
@@ -16,7 +16,7 @@ from areal.plan.planned_world import planned_world
 def count_parameters(path: str) -> int:
     """Return the number of parameters of the model in a directory with a ``config.json``."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(path))
+        model = model_factory(config := read_config(path)).from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

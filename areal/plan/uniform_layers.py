@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.hub import read_config
+from areal.engine.model.media import IMAGE_FAMILIES
 from areal.engine.torch.pipeline_split import even_counts
 from areal.plan.trace import Trace, TraceRequest, trace_step
 
@@ -32,6 +33,8 @@ class UniformLayers:
     def of(cls, path: str) -> UniformLayers | None:
         """Return the layers of a model; ``None`` if they differ, so that every layer must be run."""
         config = read_config(path)
+        if config.model_type in IMAGE_FAMILIES:
+            return None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         layers = getattr(decoder_of(model), "layers", ())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -11,6 +14,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from areal.utils.data.images import ImageRules
+
+try:
+    from transformers import vision_utils
+except ImportError:
+    vision_utils = None  # type: ignore[assignment]
 
 IMAGE_FAMILIES = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"})
 """Model types whose images engines train on."""
@@ -67,12 +75,44 @@ def media_tokens(config: PretrainedConfig, images: ImageRules | None) -> frozens
 
 
 def image_rules(config: PretrainedConfig, *, text_only: bool) -> ImageRules | None:
-    """Return the images that an engine takes for a model; ``None`` if it trains on text alone."""
+    """Return the images that an engine takes for a model; ``None`` if it trains on text alone.
+
+    Raises:
+        ValueError: transformers is too old.
+    """
     if text_only or config.model_type not in IMAGE_FAMILIES:
         return None
+    if vision_utils is None:
+        raise ValueError(
+            f"model_type = {config.model_type!r} with images: this release of transformers is without transformers.vision_utils; install a "
+            "newer one, or set fsdp.text_only=True"
+        )
     vision = config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return ImageRules(config.image_token_id, vision.spatial_merge_size, width)
+    return ImageRules(config.image_token_id, vision.spatial_merge_size, width, functools.partial(_tower_index, vision))
+
+
+def _tower_index(vision: PretrainedConfig, grids: Tensor) -> dict[str, Tensor]:
+    """Return what a tower would compute from grids on its device, where the host would wait for their values.
+
+    Args:
+        vision: configuration of the tower.
+        grids: int64 ``[n, 3]``.
+    """
+    merge = vision.spatial_merge_size
+    made = {
+        "position_ids": vision_utils.get_vision_position_ids(grids, merge),
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grids),
+    }
+    if hasattr(vision, "window_size"):
+        windows = vision_utils.get_vision_window_index(grids, merge, vision.window_size, vision.patch_size)
+        made["window_index"], made["cu_window_seqlens"] = windows
+    if hasattr(vision, "num_position_embeddings"):
+        side = math.isqrt(vision.num_position_embeddings)
+        made["interp_indices"], made["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids, side, mode="bilinear", align_corners=True, spatial_merge_size=merge
+        )
+    return made
 
 
 def model_factory(config: PretrainedConfig) -> Any:

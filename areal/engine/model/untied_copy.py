@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from areal.engine.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, TensorFiles
 from areal.engine.model.hub import copy_model_files, model_folder, read_config
+from areal.engine.model.media import model_factory
 from areal.utils.dtensor import full_box
 from areal.utils.new_folder import new_folder
 
@@ -65,7 +64,7 @@ def write_untied_copy(path: str, folder: Path) -> None:
 def _tied_names(path: str) -> tuple[list[str], str]:
     """Return the names of the weight that a model's embedding and head have in common, and that of its head."""
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(read_config(path)))
+        model: Any = model_factory(config := read_config(path)).from_config(config)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:
         raise ValueError(f"path = {path!r}: its embeddings are not tied: use the model as it is")

@@ -71,7 +71,9 @@ def decoder_inputs(
         group: ranks that divide the embeddings of these tokens, in order; ``None`` for one rank.
     """
     embedded: Tensor = hf.get_input_embeddings()(ids[None])
-    encoded = vision_tower(hf)(images.inputs.pixel_values.to(embedded.dtype), grid_thw=images.inputs.grids)
+    encoded = vision_tower(hf)(
+        images.inputs.pixel_values.to(embedded.dtype), grid_thw=images.inputs.grids, **images.inputs.tower
+    )
     rows = images.rows if group is None else images.rows.chunk(group.size())[group.rank()]
     stands, rows = (rows >= 0)[:, None], rows.clamp(min=0)
 

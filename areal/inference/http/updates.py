@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from areal.api.control import Control
 from areal.api.engine import TrainEngine
@@ -15,6 +14,7 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.atomic_dir import prune
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.model.hub import read_config
+from areal.engine.model.media import model_factory
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import PACKED_BYTES
@@ -207,7 +207,7 @@ class Completeness:
         if self._replica is None:
             self._config = read_config(self._model)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(self._config)
+                model = model_factory(self._config).from_config(self._config)
             self._replica = Replica(model)
         fully = fully and getattr(self._config, "quantization_config", None) is None
         known, found, misfit = set(self._replica), set[str](), ""

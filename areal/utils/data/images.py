@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -27,6 +27,10 @@ _TEXT = -1
 """Row of a token that does not stand for an image."""
 
 
+def _no_index(grids: Tensor) -> Mapping[str, Tensor]:
+    return {}
+
+
 @dataclass(frozen=True)
 class ImageRules:
     """The images that a model takes. Picklable.
@@ -35,11 +39,13 @@ class ImageRules:
         token: id of the token that stands for a part of an image.
         merge: patches along a side of the square that a token stands for.
         width: numbers of a patch, ``C``.
+        index: returns :attr:`~areal.api.microbatch.ImageInputs.tower` for grids ``[n, 3]``, on the host.
     """
 
     token: int
     merge: int
     width: int
+    index: Callable[[Tensor], Mapping[str, Tensor]] = field(default=_no_index, compare=False)
 
     def tokens(self, grid: Grid) -> int:
         """Return the number of tokens of an image."""
@@ -131,7 +137,8 @@ class BatchImages:
             # Ranks compute the same layers, whether they have images or not.
             grids = [(1, self.rules.merge, self.rules.merge)]
             pixels = [torch.zeros(self.rules.merge**2, self.rules.width)]
-        return ImageInputs(torch.cat(pixels), torch.tensor(grids), own, positions)
+        of_images = torch.tensor(grids)
+        return ImageInputs(torch.cat(pixels), of_images, own, positions, self.rules.index(of_images))
 
 
 def read_images(ids: Sequence[Tensor], keys: Mapping[str, Any], rules: ImageRules | None) -> BatchImages | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, SaveLoadMeta, TokenOutputs
+from areal.dispatch.shards import ShardPlan, plan_shards
+from areal.engine.batch_rules import rules_of
 from areal.tests.grid.compare import assert_rows, assert_tensors
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import adapter_dir
@@ -18,6 +21,8 @@ from areal.tests.grid.reference import Reference, Sample
 from areal.tests.grid.vision_models import GRIDS, VISION_FAMILIES, images, tokens
 from areal.tests.harness.tiny import family_dir, gradients_as_in_files, gradients_of, started, writing
 from areal.tests.harness.world import cached, record, world
+from areal.utils.data import pad
+from areal.utils.data.images import IMAGE_KEYS
 
 FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
 A, B, C, D = GRIDS
@@ -117,6 +122,41 @@ def test_ranks_without_images_keep_in_step(freeze: bool) -> None:
             made = {name: gradients[name] if "visual." in name else x for name, x in made.items()}
         error = assert_tensors(made.items(), gradients, 1e-10)
     record("images: gradients beside a rank of text", "frozen" if freeze else "trained", error=f"{error:.0e}")
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared"])
+@pytest.mark.parametrize("form", ["list", "padded"])
+def test_shards_of_a_batch_keep_their_images(form: str, share: bool) -> None:
+    """As a worker group divides a batch: a sample and its images go to one rank, and equal prompts stay together."""
+    path, everything = family_dir("qwen2_5_vl"), samples()
+    gradients, logprobs = expected(path)
+    spec = MicroBatchSpec(max_tokens_per_mb=64, share_prefixes=share)
+    with float64_everywhere(), started("fsdp:d2", path=path, mb_spec=spec, **FLOAT64) as engine:
+        rules = rules_of(engine)
+        assert rules is not None
+        check = partial(rules.plan, outputs=("logprobs",), trees=False)
+        plan = plan_shards(everything if form == "list" else padded(everything), spec, 2, check=check)
+        out = engine.forward_batch(plan.shards[engine.dp_rank])
+        engine.forward_backward(plan.shards[engine.dp_rank], loss, normalization="sum")
+        of_rows = assert_rows(rows_of(out, plan, engine.dp_rank), logprobs, plan.indices[engine.dp_rank], 1e-10)
+        error = assert_tensors(gradients_of(engine).items(), gradients, 1e-10)
+    if share:
+        assert any({5, 6} <= set(members) for members in plan.indices)
+    record("images: shards of a batch", f"{form} share={share}", error=f"{of_rows:.0e} {error:.0e}")
+
+
+def padded(everything: list[Sample]) -> dict[str, Any]:
+    """Return samples as one padded batch, with a list of images."""
+    ids, mask = pad([sample["input_ids"] for sample in everything])
+    batch = {"input_ids": ids, "attention_mask": mask, "advantages": pad([x["advantages"] for x in everything])[0]}
+    return batch | {key: [sample.get(key) for sample in everything] for key in IMAGE_KEYS}
+
+
+def rows_of(out: Any, plan: ShardPlan, rank: int) -> list[Tensor]:
+    """Return outputs of a shard as one tensor for each sample."""
+    lengths = [plan.form.seqlens[i] for i in plan.indices[rank]]
+    return [row[:length] for row, length in zip(out, lengths, strict=True)]
 
 
 LORA = LoRAConfig(rank=3, alpha=5.0)

@@ -22,6 +22,7 @@ from areal.engine.fsdp.parallelize import checkpoint_layers, transformer_layers
 from areal.engine.fsdp.router import watch_routers
 from areal.engine.model.hub import read_config
 from areal.engine.schedule import SequentialSchedule
+from areal.tests.grid.vision_models import GRIDS, images, tokens
 from areal.tests.harness.tiny import Sample, family_dir, global_batch, started
 from areal.tests.unit.gpu.sync_lint import DEVICE, SyncLint
 from areal.utils import platform, releases
@@ -127,6 +128,19 @@ def batch_with(*keys: str) -> list[Sample]:
     return batch
 
 
+def batch_with_images() -> list[Sample]:
+    """Return samples with one or two images, of which some are equal, and one without."""
+    parts: list[tuple[Any, ...]] = [(3, GRIDS[0], 2), (3, GRIDS[0], 5), (GRIDS[1], 2, GRIDS[3], 1), (9,)]
+    made = []
+    for seed, each in enumerate(parts):
+        grids = [part for part in each if isinstance(part, tuple)]
+        ids = tokens(*each, seed=seed)
+        made.append(
+            {"input_ids": ids, "loss_mask": torch.ones(len(ids)), **(images(*grids, seed=len(grids)) if grids else {})}
+        )
+    return made
+
+
 SPEC = MicroBatchSpec(max_tokens_per_mb=40, payloads=("image",))
 SHARED = {"mb_spec": SPEC.model_copy(update={"share_prefixes": True})}
 MOE = {"moe": {"aux_loss": 0.5, "z_loss": 0.25, "statistics": True}}
@@ -145,6 +159,14 @@ CALLS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, ...], tuple[A
     "gather_kv": ("gemma3_text", "gather_kv", {}, (), LOGPROBS),
     "delta rule, shared": ("qwen3_5_text", None, SHARED, ALL_KEYS, LOGPROBS),
     "state space, gather_kv": ("bamba", "gather_kv", {}, (), LOGPROBS),
+    "images": ("qwen2_5_vl", None, {"mb_spec": MicroBatchSpec(max_tokens_per_mb=20)}, ("images",), LOGPROBS),
+    "images, shared": (
+        "qwen3_vl",
+        "ulysses",
+        {"mb_spec": MicroBatchSpec(max_tokens_per_mb=20, share_prefixes=True)},
+        ("images",),
+        LOGPROBS,
+    ),
     "gather_kv, shared": ("qwen3_moe", "gather_kv", {**MOE, **SHARED}, ("routed_experts",), LOGPROBS),
 }
 
@@ -158,7 +180,7 @@ CONTAINED = ("all keys", "windows", "experts", "ulysses")
 def test_call_copies_to_the_device_once_and_never_waits(case: str) -> None:
     family, cp, changes, keys, outputs = CALLS[case]
     with on_device(family, cp, **changes) as engine:
-        batch = batch_with(*keys)
+        batch = batch_with_images() if "images" in keys else batch_with(*keys)
         if cp == "gather_kv":
             run(engine, batch, outputs)  # the first call learns the windows of the layers
         build, call = run(engine, batch, outputs)
