@@ -109,7 +109,7 @@ class TokenStream:
         q_lens: list[int] = []
         queries, keys, rows, taken = ([torch.arange(0)] for _ in range(4))
         offset = 0
-        for begin, end in slices:
+        for begin, end in slices if self.images else ():
             for start, stop, context in self._image_contexts():
                 first, last = max(start, begin), min(stop, end)
                 if first < last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,10 +10,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from areal.api import MicroBatchSpec
 from areal.engine.attention import kernels
+from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.gather_kv import plan_keys, zigzag_shard
 from areal.engine.attention.kernels import AttentionOptions, packed_attention
 from areal.engine.attention.token_stream import TokenStream
+from areal.engine.stream.layout import StreamLayout, layout_of
+from areal.utils.data import plan_batch
+from areal.utils.data.images import SquareRules
 
 # Two images in a sequence, one at the end of it and one at the beginning of the next, a sequence of text, and one of an image alone.
 LENGTHS = (13, 9, 4, 6)
@@ -138,6 +144,21 @@ def test_text_has_no_copies_of_its_keys() -> None:
     assert segments.bidirectional is None
     assert segments.keys is None
     assert packed_stream().segments("cpu").keys is None
+
+
+def test_layout_made_with_a_micro_batch_and_one_made_later_are_equal() -> None:
+    """A micro-batch that was made for another engine gets a layout of its own."""
+    cp, ids = ContextParallel(None), torch.tensor([1, 9, 9, 2, 3])
+    plan = plan_batch(
+        [{"input_ids": ids, "pixel_values": torch.zeros(1, 1, 2, 2)}],
+        MicroBatchSpec(),
+        images=SquareRules(9, 2, (1, 2, 2)),
+    )
+    layout = functools.partial(StreamLayout.of, cp=cp, rows=False)
+    mbs = [plan.build(n_mbs=1, device=torch.device("cpu"), layout=each)[0] for each in (layout, None)]
+    assert mbs[0].layout is not None
+    assert mbs[1].layout is None
+    assert [layout_of(mb, cp, rows=False).stream.images for mb in mbs] == [((1, 3),)] * 2
 
 
 def test_kernels_of_a_gpu_are_called_for_text_and_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
