@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from areal.api import MicroBatchSpec
+from areal.dispatch import rank_calls
 from areal.engine.model.media import image_rules
 from areal.tests.grid.reference import Sample
 from areal.tests.grid.vision_models import (
@@ -177,6 +178,13 @@ def test_only_images_that_see_both_directions_reach_the_layout() -> None:
     assert torch.equal(of_mb, expected)
     assert of_filler is None
     assert layout_inputs(sample(2, A, 1), RULES) == [None, None]
+
+
+def test_a_driver_gets_no_images() -> None:
+    plan = plan_batch([sample(2, A, 1)], MicroBatchSpec(), images=RULES)
+    mbs = plan.build(n_mbs=1, device=torch.device("cpu"))
+    assert mbs[0].images is not None
+    assert rank_calls._without_tensors(mbs)[0].images is None
 
 
 BAD_SQUARES: dict[str, tuple[dict[str, Any], str]] = {
