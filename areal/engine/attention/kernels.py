@@ -103,7 +103,7 @@ class Segments:
         return cls(tuple(q_lens), tuple(k_lens), cu_q, cu_k, None if keys is None else keys.to(device), **others)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Segments:
-        """Apply ``fn`` to the tensors on the device. The result has no masks yet."""
+        """Apply ``fn`` to the tensors on the device. The result is without masks."""
         keys = None if self.keys is None else fn(self.keys)
         groups = None if self.bidirectional is None else self.bidirectional.map(fn)
         return dataclasses.replace(self, cu_q=fn(self.cu_q), cu_k=fn(self.cu_k), keys=keys, bidirectional=groups)

@@ -53,7 +53,7 @@ class ImageRules(ABC):
 
     token: int
     bidirectional: ClassVar[bool] = False
-    """Whether the tokens of an image see each other in both directions."""
+    """True if the tokens of an image see each other in both directions."""
 
     @abstractmethod
     def images(self, i: int, pixels: Tensor | None, grid: Tensor | None) -> list[Image]:

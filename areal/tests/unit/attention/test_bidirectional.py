@@ -147,7 +147,7 @@ def test_text_has_no_copies_of_its_keys() -> None:
 
 
 def test_layout_made_with_a_micro_batch_and_one_made_later_are_equal() -> None:
-    """A micro-batch that was made for another engine gets a layout of its own."""
+    """A micro-batch without a layout gets one with the same images."""
     cp, ids = ContextParallel(None), torch.tensor([1, 9, 9, 2, 3])
     plan = plan_batch(
         [{"input_ids": ids, "pixel_values": torch.zeros(1, 1, 2, 2)}],
