@@ -53,25 +53,30 @@ class ImageInputs:
     """The distinct images of a micro-batch, and the tokens that stand for them.
 
     Attributes:
-        pixel_values: float ``[P, C]``. Patches of all images, end to end. A micro-batch without images has a black one, for which no
-            token stands.
-        grids: int64 ``[n, 3]``, on the host. Patches of each image in time, height and width.
+        pixel_values: float. Images in the form that the model takes, end to end: patches ``[P, C]``, or images ``[n, C, H, W]`` of one
+            size. A micro-batch without images has a black one, for which no token stands.
         rows: int64 ``[T]``. For each packed token its row among the tokens of all images, end to end; -1 for a token of text.
-        positions: int64 ``[T, 3]``. Position of each packed token in its sequence, in time, height and width.
+        grids: int64 ``[n, 3]``, on the host. Patches of each image in time, height and width; ``None`` for images of one size.
+        positions: int64 ``[T, 3]``. Position of each packed token in its sequence, in time, height and width; ``None`` if each token is
+            one position after the one before it.
+        bidirectional: bool ``[T]``, on the host. Tokens of images, if those of an image see each other in both directions; ``None`` if
+            all tokens see earlier ones only.
         tower: index tensors that the vision tower would derive from the grids, by their names in its forward. Offsets of sequences, whose
             names begin with ``cu_``, stay on the host.
     """
 
     pixel_values: Tensor
-    grids: Tensor
     rows: Tensor
-    positions: Tensor
+    grids: Tensor | None = None
+    positions: Tensor | None = None
+    bidirectional: Tensor | None = None
     tower: Mapping[str, Tensor] = field(default_factory=dict)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> ImageInputs:
         """Apply ``fn`` to every tensor that the device needs, and return the result."""
+        positions = None if self.positions is None else fn(self.positions)
         tower = {name: x if name.startswith("cu_") else fn(x) for name, x in self.tower.items()}
-        return ImageInputs(fn(self.pixel_values), self.grids, fn(self.rows), fn(self.positions), tower)
+        return ImageInputs(fn(self.pixel_values), fn(self.rows), self.grids, positions, self.bidirectional, tower)
 
 
 class MicroBatchLayout(Protocol):

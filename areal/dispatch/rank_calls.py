@@ -156,7 +156,12 @@ def _without_tensors(mbs: MicroBatchList) -> MicroBatchList:
         mbs,
         mbs=tuple(
             dataclasses.replace(
-                mb, data=type(mb.data)({}, mb.cu_seqlens.cpu()), cu_seqlens=mb.cu_seqlens.cpu(), tree=None, layout=None
+                mb,
+                data=type(mb.data)({}, mb.cu_seqlens.cpu()),
+                cu_seqlens=mb.cu_seqlens.cpu(),
+                tree=None,
+                layout=None,
+                images=None,
             )
             for mb in mbs
         ),

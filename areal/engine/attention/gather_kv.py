@@ -51,7 +51,8 @@ def plan_keys(stream: TokenStream, rank: int, size: int, window: int | None, dev
     chunk, reach = length // (2 * size), length if window is None else window - 1
     q_lens: list[int] = []
     keys: list[Tensor] = []
-    for begin in (rank * chunk, (2 * size - 1 - rank) * chunk):
+    begins = (rank * chunk, (2 * size - 1 - rank) * chunk)
+    for begin in begins:
         start = 0
         for run_length, context in zip(stream.lengths, stream.contexts(), strict=True):
             # Intersect the run with the chunk: the queries of this segment.
@@ -64,9 +65,14 @@ def plan_keys(stream: TokenStream, rank: int, size: int, window: int | None, dev
                 )  # added to a stream index, gives an index into the context
                 keys.append(context[max(0, first + to_context - reach) : last + to_context])
             start += run_length
+
     # Gathered keys are in rank order, while contexts are in stream order.
-    key_index = zigzag_index(torch.cat(keys), length, size)
-    return Segments.of(q_lens, [len(key) for key in keys], device, keys=key_index)
+    def key_rows(index: Tensor) -> Tensor:
+        return zigzag_index(index, length, size)
+
+    images = stream.bidirectional([(begin, begin + chunk) for begin in begins], window, device, key_rows)
+    k_lens = [len(key) for key in keys]
+    return Segments.of(q_lens, k_lens, device, keys=key_rows(torch.cat(keys)), bidirectional=images)
 
 
 def gather_kv_attention(

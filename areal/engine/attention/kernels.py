@@ -1,5 +1,7 @@
 """Causal attention over packed sequences, ``[T, heads, dim]`` in and out, independent of models and ranks.
 
+Tokens of an image may see each other in both directions; see :class:`Bidirectional`.
+
 On a GPU in half precision: flash_attn if installed, else torch's ``varlen_attn``, which on a Hopper GPU may be
 FlashAttention 3. Otherwise: scaled dot-product attention
 on one run of segments of equal size at a time, so that neither a ``T x T`` mask nor padding is allocated.
@@ -53,7 +55,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Boundaries of packed sequences. Queries of a segment see keys of the same segment only.
+    """Boundaries of packed sequences. Queries of a segment see keys of the same segment only, and none after their own.
 
     Segments are stored end to end. Queries and keys of a segment are aligned at their ends: with ``a`` queries and
     ``b >= a`` keys, query ``i`` has the position of key ``i + b - a``. Segments without queries are left out.
@@ -63,6 +65,8 @@ class Segments:
         cu_q, cu_k: int32 ``[n + 1]``, on the device. Start of each segment, as cumulative sums of the lengths.
         keys: int64 ``[sum(k_lens)]``, on the device. Rows of the given keys and values that the segments see, which may
             repeat. ``None``: the keys of the segments are stored end to end, too.
+        causal: False if queries also see the keys after their own.
+        bidirectional: tokens that see later ones, too; ``None`` if there are none.
     """
 
     q_lens: tuple[int, ...]
@@ -70,6 +74,8 @@ class Segments:
     cu_q: Tensor
     cu_k: Tensor
     keys: Tensor | None = None
+    causal: bool = True
+    bidirectional: Bidirectional | None = None
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -79,8 +85,9 @@ class Segments:
         k_lens: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         keys: Tensor | None = None,
+        **others: Any,
     ) -> Segments:
-        """Return segments of the given lengths. ``k_lens`` defaults to ``q_lens``. ``keys`` may be on any device.
+        """Return segments of the given lengths, and ``others``. ``k_lens`` defaults to ``q_lens``. ``keys`` may be on any device.
 
         Raises:
             ValueError: a segment is without queries, or its keys are fewer than its queries.
@@ -93,12 +100,13 @@ class Segments:
             )
         cu_q = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32).to(device)
         cu_k = cu_q if k_lens is q_lens else torch.tensor([0, *accumulate(k_lens)], dtype=torch.int32).to(device)
-        return cls(tuple(q_lens), tuple(k_lens), cu_q, cu_k, None if keys is None else keys.to(device))
+        return cls(tuple(q_lens), tuple(k_lens), cu_q, cu_k, None if keys is None else keys.to(device), **others)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Segments:
-        """Apply ``fn`` to the tensors on the device."""
+        """Apply ``fn`` to the tensors on the device. The result is without masks."""
         keys = None if self.keys is None else fn(self.keys)
-        return dataclasses.replace(self, cu_q=fn(self.cu_q), cu_k=fn(self.cu_k), keys=keys)
+        groups = None if self.bidirectional is None else self.bidirectional.map(fn)
+        return dataclasses.replace(self, cu_q=fn(self.cu_q), cu_k=fn(self.cu_k), keys=keys, bidirectional=groups)
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -115,15 +123,38 @@ class Segments:
         # Every layer's backward keeps the mask: one tensor for all layers instead of one for each.
         key = (n_queries, n_keys, window, dtype)
         if key not in self._masks:
-            visible = _visible(n_queries, n_keys, window, self.cu_q.device)
+            visible = _visible(n_queries, n_keys, window, self.cu_q.device, self.causal)
             self._masks[key] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
                 ~visible, -torch.inf
             )
         return self._masks[key]
 
 
+@dataclass(frozen=True, eq=False)
+class Bidirectional:
+    """Tokens that see each other in both directions, in groups, such as those of an image. All see the keys before their group, too.
+
+    Attributes:
+        segments: one for each group, with ``causal = False``. Its last query is the last token of the group.
+        queries: int64, on the device. Rows of the given queries that are those of ``segments``, which may repeat.
+        rows: int64 ``[n]``, on the device. Rows of the result of causal attention that are replaced.
+        taken: int64 ``[n]``, on the device. Index of the new result of each of these rows among those of ``segments``.
+    """
+
+    segments: Segments
+    queries: Tensor
+    rows: Tensor
+    taken: Tensor
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Bidirectional:
+        """Apply ``fn`` to the tensors on the device."""
+        return Bidirectional(self.segments.map(fn), fn(self.queries), fn(self.rows), fn(self.taken))
+
+
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     """Compute causal attention within each segment. Exact, and differentiable in ``q``, ``k``, ``v`` and the sinks.
+
+    The rows of ``segments.bidirectional`` also see later tokens of their group. With a window, they see none further back.
 
     Args:
         q, k, v: ``[Tq, Hq, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``, of one floating dtype. ``Hq`` is a multiple of
@@ -138,12 +169,23 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, option
         ValueError: shapes, dtypes or lengths do not match.
     """
     _check_arguments(q, k, v, segments, options)
+    out = _attend(q, k, v, segments, options)
+    if segments.bidirectional is None:
+        return out
+    # The causal kernel computed these rows, too. They are few, and this way text needs no copies of its keys.
+    images = segments.bidirectional
+    seen = _attend(TakeRows.apply(q, images.queries), k, v, images.segments, options)
+    return out.index_copy(0, images.rows, seen.index_select(0, images.taken))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+    """Compute attention within each segment, without :attr:`Segments.bidirectional`."""
     # Segments with a common prefix read the same rows: give each segment its own copy, end to end.
     if segments.keys is not None:
         k, v = (TakeRows.apply(x, segments.keys) for x in (k, v))
 
-    # Fast path: one kernel call for segments of any lengths.
-    if _runs_varlen(q, v, options):
+    # Fast path: one kernel call.
+    if _runs_varlen(q, v, options) and (segments.causal or options.sinks is None):
         return _varlen(q, k, v, segments, options)
 
     # Otherwise one call per run of equal segments, batched as [n, heads, tokens, dim]. No padding is needed within a run.
@@ -235,8 +277,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
     head_dim = v.shape[2]
     width = math.ceil(max(q.shape[2], head_dim) / 8) * 8
     q, k, v = (x if x.shape[2] == width else F.pad(x, (0, width - x.shape[2])) for x in (q, k, v))
-    # The kernels count the keys to the left of the query's own key; -1 means no limit.
-    left = -1 if options.window is None else options.window - 1
+    # The kernels count the keys to the left and right of the query's own key; -1 means no limit.
+    sides = (-1 if options.window is None else options.window - 1, 0 if segments.causal else -1)
     ends = (segments.cu_q, segments.cu_k, max(segments.q_lens), max(segments.k_lens))
     if _runs_flash_attn(q, options):
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -246,8 +288,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
             v,
             *ends,
             softmax_scale=options.scale,
-            causal=True,
-            window_size=(left, 0),
+            causal=segments.causal,
+            window_size=sides,
             softcap=options.softcap or 0.0,
             deterministic=deterministic,
         )
@@ -258,9 +300,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if options.sinks is not None:
-            out = SinkAttention.apply(q, k, v, options.sinks, TorchVarlen(ends, options.scale, left, grouped))
+            out = SinkAttention.apply(q, k, v, options.sinks, TorchVarlen(ends, options.scale, sides[0], grouped))
         else:
-            out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0), **grouped)
+            out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=sides, **grouped)
     return out[..., :head_dim]
 
 
@@ -281,9 +323,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attenti
     if grouped and q.device.type != "cpu":  # on a GPU, float32 kernels with linear memory do not support grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
-    if q.shape[2] == k.shape[2] and (window is None or window >= k.shape[2]):
-        # Plain causal attention needs no mask.
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale, enable_gqa=grouped)
+    causal = segments.causal
+    if (q.shape[2] == k.shape[2] or not causal) and (window is None or window >= k.shape[2]):
+        # Plain causal attention, and attention to all keys, need no mask.
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=options.scale, enable_gqa=grouped)
     else:
         # A window, or more keys than queries: a mask is needed. Blocks of queries bound its size.
         out = _concat(
@@ -295,12 +338,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attenti
                 scale=options.scale,
                 enable_gqa=grouped,
             )
-            for i, j, first, last in _blocks(q, k, window)
+            for i, j, first, last in _blocks(q, k, window, causal=causal)
         )
     return out[..., :head_dim]
 
 
-def _unfused(q: Tensor, k: Tensor, v: Tensor, _: Segments, options: AttentionOptions) -> Tensor:
+def _unfused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     """Compute the same as :func:`_fused` by plain operations, with sinks and softcap.
 
     Memory is linear in the length: the backward recomputes one block of queries at a time.
@@ -310,19 +353,20 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, _: Segments, options: AttentionOpt
     q = q.unflatten(1, (-1, groups))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     sinks = None if options.sinks is None else options.sinks.view(-1, groups, 1)
-    run = partial(_block, options=dataclasses.replace(options, sinks=sinks))
+    run = partial(_block, options=dataclasses.replace(options, sinks=sinks), causal=segments.causal)
     if torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-    outs = (run(q[..., i:j, :], k[..., a:b, :], v[..., a:b, :]) for i, j, a, b in _blocks(q, k, options.window))
-    return _concat(outs).flatten(1, 2)
+    blocks = _blocks(q, k, options.window, causal=segments.causal)
+    return _concat(run(q[..., i:j, :], k[..., a:b, :], v[..., a:b, :]) for i, j, a, b in blocks).flatten(1, 2)
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions) -> Tensor:
+def _block(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions, causal: bool) -> Tensor:
     """Compute attention of one block of queries, with softmax statistics in at least float32."""
     logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * options.scale
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
-    logits = logits.masked_fill(~_visible(q.shape[-2], k.shape[-2], options.window, q.device), -torch.inf)
+    visible = _visible(q.shape[-2], k.shape[-2], options.window, q.device, causal)
+    logits = logits.masked_fill(~visible, -torch.inf)
     # A sink is one more logit in the softmax whose value is zero: it enters the denominator only.
     total = logits.logsumexp(-1)
     if options.sinks is not None:
@@ -330,11 +374,11 @@ def _block(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions) -> Ten
     return (logits - total.unsqueeze(-1)).exp().to(v.dtype) @ v
 
 
-def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Yield blocks of queries and the keys visible to them, as (first query, end, first key, end)."""
+def _blocks(q: Tensor, k: Tensor, window: int | None, *, causal: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Yield blocks of queries and the keys visible to them, as (first query, end, first key, end). All of an image are one block."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     # With blocks no longer than the window, at most half of what a block computes is masked away.
-    step = _BLOCK if window is None else min(max(window, 64), _BLOCK)
+    step = n_queries if not causal else _BLOCK if window is None else min(max(window, 64), _BLOCK)
     shift = n_keys - n_queries
     for i in range(0, n_queries, step):
         j = min(i + step, n_queries)
@@ -343,11 +387,12 @@ def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[tuple[int, int
         yield i, j, first, j + shift
 
 
-def _visible(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+def _visible(n_queries: int, n_keys: int, window: int | None, device: torch.device, causal: bool = True) -> Tensor:
     """Return the keys visible to each query, bool ``[n_queries, n_keys]``. The last query has the position of the last key."""
     positions = torch.arange(n_keys, device=device)
     distance = positions[n_keys - n_queries :, None] - positions
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return visible if window is None else visible & (distance < window)
 
 
 def _concat(outs: Iterator[Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ from areal.engine.model.hub import cast_parameters, max_positions, read_config
 from areal.engine.model.liger import liger_functions
 from areal.engine.model.media import check_media, image_rules, media_tokens, model_factory
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
-from areal.engine.model.vision import attention_by_part, check_image_layout, vision_tower
+from areal.engine.model.vision import attention_by_part, check_image_layout, vision_parts
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, global_norm, scale, torch_optimizer
 from areal.engine.options import MODEL_OPTIONS
@@ -301,9 +301,9 @@ class FSDPEngine(BaseTrainEngine):
             # Adapters are trained instead. Without images, no gradient reaches a vision tower.
             if config.lora is not None:
                 model.requires_grad_(False)
-            tower = vision_tower(hf)
-            if tower is not None and (config.fsdp.freeze_vision or config.fsdp.text_only):
-                tower.requires_grad_(False)
+            if config.fsdp.freeze_vision or config.fsdp.text_only:
+                for part in vision_parts(hf):
+                    part.requires_grad_(False)
         if model.recurrence is not None and not self._rows:
             check_heads(hf, hf_config.model_type, self.dims.cp)
         return model

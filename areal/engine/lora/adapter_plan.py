@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from areal.engine.model.vision import vision_tower
+from areal.engine.model.vision import vision_parts
 
 PREFIX = "base_model.model."
 """Prefix of layer names in peft's files."""
@@ -21,8 +21,7 @@ def decoder_linears(hf: PreTrainedModel) -> dict[str, Any]:
 
     The weight of the head is used outside its own forward.
     """
-    tower = vision_tower(hf)
-    others = {hf.get_output_embeddings(), *([] if tower is None else tower.modules())}
+    others = {hf.get_output_embeddings(), *(module for part in vision_parts(hf) for module in part.modules())}
     return {name: x for name, x in hf.named_modules() if isinstance(x, nn.Linear) and x not in others}
 
 

@@ -33,6 +33,7 @@ from areal.engine.lora.adapter_plan import (
 )
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.model.media import IMAGE_FAMILIES, model_factory
+from areal.engine.model.vision import VISION_LAYERS
 from areal.utils.dtensor import full_box
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
         use_rslora=lora.rslora,
         lora_dropout=0.0,
         # The layers of a vision tower have names of layers of the decoder.
-        exclude_modules=r".*\.visual\..*" if hf.model_type in IMAGE_FAMILIES else None,
+        exclude_modules=VISION_LAYERS if hf.model_type in IMAGE_FAMILIES else None,
     )
     return _plan_with_peft(model, config, where)
 

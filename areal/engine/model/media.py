@@ -13,14 +13,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from areal.utils.data.images import ImageRules
+from areal.utils.data.images import ImageRules, PatchRules, SquareRules
 
 try:
     from transformers import vision_utils
 except ImportError:
     vision_utils = None  # type: ignore[assignment]
 
-IMAGE_FAMILIES = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"})
+IMAGE_FAMILIES = frozenset({"gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"})
 """Model types whose images engines train on."""
 
 _TOWERS = ("vision_config", "audio_config")
@@ -78,7 +78,8 @@ def image_rules(config: PretrainedConfig, *, text_only: bool) -> ImageRules | No
     """Return the images that an engine takes for a model; ``None`` if it trains on text alone.
 
     Raises:
-        ValueError: transformers is too old.
+        ValueError: transformers is too old; or the token that stands for images has no logit, although it is the target of the token
+            before an image.
     """
     if text_only or config.model_type not in IMAGE_FAMILIES:
         return None
@@ -87,9 +88,17 @@ def image_rules(config: PretrainedConfig, *, text_only: bool) -> ImageRules | No
             f"model_type = {config.model_type!r} with images: this release of transformers is without transformers.vision_utils; install a "
             "newer one, or set fsdp.text_only=True"
         )
+    size = config.get_text_config().vocab_size
+    if config.image_token_id >= size:
+        raise ValueError(
+            f"image_token_id = {config.image_token_id} is outside the vocabulary of {size}: take a checkpoint with an embedding for it"
+        )
     vision = config.vision_config
+    if config.model_type == "gemma3":
+        shape = (vision.num_channels, vision.image_size, vision.image_size)
+        return SquareRules(config.image_token_id, config.mm_tokens_per_image, shape)
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return ImageRules(config.image_token_id, vision.spatial_merge_size, width, functools.partial(_tower_index, vision))
+    return PatchRules(config.image_token_id, vision.spatial_merge_size, width, functools.partial(_tower_index, vision))
 
 
 def _tower_index(vision: PretrainedConfig, grids: Tensor) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class ModelInputs:
         output_rows: int64 ``[R]``. Tokens with outputs, which may repeat; ``None`` for every token once.
         routing: state of the routers, for a model with experts.
         adapters: runs of tokens with one adapter; ``None`` for the selected adapter.
-        images: images of the micro-batch; ``None`` for a model of text. ``position_ids`` are then int64 ``[T, 3]``.
+        images: images of the micro-batch; ``None`` for a model of text. If they have positions, ``position_ids`` are int64 ``[T, 3]``.
     """
 
     input_ids: Tensor
@@ -168,7 +168,7 @@ class PackedCausalLM(nn.Module):
         positions = inputs.position_ids[None]
         if inputs.images is not None:
             entry = decoder_inputs(self.hf, inputs.input_ids, inputs.images, self.vocab_group)
-            positions = inputs.position_ids.T[:, None]
+            positions = positions if inputs.position_ids.dim() == 1 else inputs.position_ids.T[:, None]
         with nullcontext() if self.recurrence is None else running(inputs.layout):
             result = decoder_of(self.hf)(
                 **entry,
@@ -295,10 +295,11 @@ def model_inputs(
         return cp.shard(pad_rows(x if shared is None else x[shared.tokens], length, padding))
 
     images = None if mb.images is None else LocalImages(mb.images, of_stream(mb.images.rows, -1))
+    positions = None if mb.images is None else mb.images.positions
     # Targets and positions were computed from complete sequences. Only now the stream is sliced over ranks.
     return ModelInputs(
         input_ids=of_stream(mb.data["input_ids"], 0),
-        position_ids=layout.positions if mb.images is None else of_stream(mb.images.positions, 0),
+        position_ids=layout.positions if positions is None else of_stream(positions, 0),
         targets=for_outputs(mb.data["target_ids"], IGNORE_INDEX),
         temperature=for_outputs(_per_token(mb, "temperature"), 1.0) if "temperature" in mb.data else temperature,
         layout=layout.attention(cp),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,13 @@ from areal.api.microbatch import ImageInputs
 from areal.api.parallel import ParallelDims
 from areal.engine.attention.kernels import TakeRows
 from areal.engine.model.media import IMAGE_FAMILIES
+
+_PARTS = ("visual", "vision_tower", "multi_modal_projector")
+VISION_LAYERS = rf".*\.({'|'.join(_PARTS)})\..*"
+"""Names of the layers of :func:`vision_parts`, as a regular expression."""
+
+_LAYERS = r"blocks|(.*\.)?encoder\.layers"
+"""Names of the lists of layers in a vision tower, as a regular expression."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,16 @@ def check_image_layout(dims: ParallelDims, *, packed: bool) -> None:
         raise ValueError(f"{dims} with a model that takes images, which the engine cannot cut into stages: leave p out")
 
 
-def vision_tower(hf: PreTrainedModel) -> Any:
-    """Return the module that encodes images, of a family whose images engines train on; ``None`` for other models."""
-    return hf.model.visual if hf.config.model_type in IMAGE_FAMILIES else None
+def vision_parts(hf: PreTrainedModel) -> list[Any]:
+    """Return the modules that encode images, of a family whose images engines train on; none for other models."""
+    known = hf.config.model_type in IMAGE_FAMILIES
+    return [getattr(hf.model, name) for name in _PARTS if known and hasattr(hf.model, name)]
 
 
 def vision_layers(hf: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of the vision tower, which are gathered one at a time; none for a model without one."""
-    tower = vision_tower(hf)
-    return [] if tower is None else list(tower.blocks)
+    lists = [x for tower in vision_parts(hf)[:1] for name, x in tower.named_modules() if re.fullmatch(_LAYERS, name)]
+    return [layer for each in lists for layer in each]
 
 
 def decoder_inputs(
@@ -71,8 +80,10 @@ def decoder_inputs(
         group: ranks that divide the embeddings of these tokens, in order; ``None`` for one rank.
     """
     embedded: Tensor = hf.get_input_embeddings()(ids[None])
-    encoded = vision_tower(hf)(
-        images.inputs.pixel_values.to(embedded.dtype), grid_thw=images.inputs.grids, **images.inputs.tower
+    given = images.inputs
+    pixels, grids = given.pixel_values.to(embedded.dtype), given.grids
+    encoded = (
+        hf.model.get_image_features(pixels) if grids is None else hf.model.visual(pixels, grid_thw=grids, **given.tower)
     )
     rows = images.rows if group is None else images.rows.chunk(group.size())[group.rank()]
     stands, rows = (rows >= 0)[:, None], rows.clamp(min=0)
@@ -81,7 +92,7 @@ def decoder_inputs(
         # Text takes the first row and leaves it out again, so that every rank has a gradient for its tower.
         return torch.where(stands, TakeRows.apply(features.to(embedded.dtype), rows), text)
 
-    inputs: dict[str, Any] = {"inputs_embeds": of_tokens(encoded.pooler_output, embedded)}
+    inputs: dict[str, Any] = {"inputs_embeds": of_tokens(encoded.pooler_output.flatten(0, -2), embedded)}
     deep = getattr(encoded, "deepstack_features", None)
     if deep:
         # Features of inner layers are added after the first layers of the decoder, in the row 0 of its states.

@@ -208,6 +208,7 @@ class StreamLayout:
         tree: PrefixTree | None,
         wanted: Tensor | None,
         adapters: Sequence[str] | None = None,
+        bidirectional: Tensor | None = None,
         *,
         cp: ContextParallel,
         rows: bool,
@@ -216,10 +217,11 @@ class StreamLayout:
 
         Args:
             seqlens, padded_length, tree, wanted, adapters: as in :class:`~areal.api.microbatch.MicroBatch`.
+            bidirectional: as in :class:`~areal.api.microbatch.ImageInputs`.
             cp: the ranks that the stream is split over.
             rows: run one sequence per row instead of packed.
         """
-        stream = TokenStream.of(seqlens, padded_length, tree)
+        stream = TokenStream.of(seqlens, padded_length, tree, bidirectional)
         attention = None if rows else cp.layout(stream)
         # With shared prefixes, several packed tokens may be one token of the stream, with different targets.
         shared = None
@@ -277,8 +279,8 @@ class StreamLayout:
         if self.segments is None:
             return None
         # New segments: the masks that layers keep in them are freed with the forward.
-        keys = {window: replace(segments) for window, segments in self.keys.items()}
-        return AttentionLayout(cp, self.stream, replace(self.segments), keys, self.chunks)
+        segments, *keys = (each.map(lambda x: x) for each in (self.segments, *self.keys.values()))
+        return AttentionLayout(cp, self.stream, segments, dict(zip(self.keys, keys, strict=True)), self.chunks)
 
 
 def layout_of(mb: MicroBatch, cp: ContextParallel, *, rows: bool) -> StreamLayout:
@@ -286,7 +288,8 @@ def layout_of(mb: MicroBatch, cp: ContextParallel, *, rows: bool) -> StreamLayou
     made = mb.layout
     if isinstance(made, StreamLayout) and made.split == (cp.mode, cp.size, cp.rank) and (made.rows is not None) == rows:
         return made
-    made = StreamLayout.of(mb.seqlens, mb.padded_length, mb.tree, mb.wanted, mb.adapters, cp=cp, rows=rows)
+    of_mb = (mb.seqlens, mb.padded_length, mb.tree, mb.wanted, mb.adapters)
+    made = StreamLayout.of(*of_mb, None if mb.images is None else mb.images.bidirectional, cp=cp, rows=rows)
     copy = HostCopy(mb.cu_seqlens.device)
     made.map(copy.add)
     copy.run()

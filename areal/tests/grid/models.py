@@ -34,7 +34,7 @@ from transformers import (
 from areal.api import LoRAConfig
 from areal.engine.model.media import model_factory
 from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
-from areal.tests.grid.vision_models import VISION_FAMILIES
+from areal.tests.grid.vision_models import VISION_FAMILIES, VISION_NAMES
 from areal.tests.harness.world import digest, locked, world
 
 VOCAB = 112
@@ -215,7 +215,7 @@ def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0, head: bool = Fals
                 target_modules=targets,
                 use_rslora=lora.rslora,
                 init_lora_weights=False,
-                exclude_modules=r".*\.visual\..*" if config.model_type in VISION_FAMILIES else None,
+                exclude_modules=VISION_NAMES if config.model_type in VISION_FAMILIES else None,
             )
             with torch.random.fork_rng(), mock.patch.object(torch.distributed, "is_initialized", return_value=False):
                 torch.manual_seed(seed)

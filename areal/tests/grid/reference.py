@@ -245,10 +245,10 @@ def one_sequence(sample: Sample) -> Batch:
 
 def _images(sample: Sample) -> dict[str, Tensor]:
     """Return the images of a sample, and which of its tokens stand for them, as arguments of transformers."""
-    if not len(sample.get("image_grid_thw", ())):
-        return {}
+    images = {key: sample[key] for key in ("pixel_values", "image_grid_thw") if len(sample.get(key, ()))}
     kinds = (sample["input_ids"] == IMAGE_TOKEN).long()[None]
-    return {key: sample[key] for key in ("pixel_values", "image_grid_thw")} | {"mm_token_type_ids": kinds}
+    name = "mm_token_type_ids" if "image_grid_thw" in images else "token_type_ids"
+    return {**images, name: kinds} if images else {}
 
 
 def _targets(sample: Sample) -> Tensor:

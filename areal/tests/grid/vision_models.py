@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, Gemma3Config, PreTrainedConfig
 
 IMAGE_TOKEN = 100
+SIDE = 28
+"""Pixels along a side of an image of Gemma 3."""
 PATCH = 2 * 3 * 4 * 4
 """Numbers of a patch: two equal frames of 4 x 4 pixels in three colours."""
 
@@ -97,15 +99,51 @@ def _config(
     return CONFIG_MAPPING[family](text_config=dict(text), vision_config=dict(vision), **fields)
 
 
-VISION_FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
+def _gemma3(**changes: Any) -> PreTrainedConfig:
+    # A window smaller than an image, and all keys.
+    text = {
+        **{name: value for name, value in _TEXT.items() if name != "rope_parameters"},
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": 7,
+        "vision_use_head": False,
+    }
+    fields = {
+        "image_token_index": IMAGE_TOKEN,
+        "boi_token_index": 102,
+        "eoi_token_index": 103,
+        "mm_tokens_per_image": 4,
+    }
+    return Gemma3Config(text_config=text, vision_config=vision, **{**fields, "tie_word_embeddings": True, **changes})
+
+
+GRID_FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     **{family: functools.partial(_qwen3_5, family) for family in ("qwen3_5", "qwen3_5_moe")},
     "qwen3_vl": _qwen3_vl,
 }
+"""Configurations by family whose images have any size. ``changes`` override fields of the whole model."""
+
+VISION_FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {**GRID_FAMILIES, "gemma3": _gemma3}
 """Configurations by family. ``changes`` override fields of the whole model."""
 
+VISION_NAMES = r"(.*\.)?(visual|vision_tower|multi_modal_projector)\..*"
+"""Names of layers and weights that encode images, as a regular expression."""
+
 GRIDS = ((1, 4, 8), (1, 4, 4), (1, 8, 6), (1, 2, 2))
+SQUARE = (1, 4, 4)
+"""The only grid of Gemma 3: 16 patches, which are 4 tokens."""
 
 
 def images(*grids: tuple[int, int, int], seed: int) -> dict[str, Tensor]:
@@ -113,6 +151,12 @@ def images(*grids: tuple[int, int, int], seed: int) -> dict[str, Tensor]:
     n = sum(t * h * w for t, h, w in grids)
     pixels = torch.randn(n, PATCH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+
+
+def square_images(number: int, *, seed: int) -> dict[str, Tensor]:
+    """Return random images of Gemma 3."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"pixel_values": torch.randn(number, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)}
 
 
 def tokens(*parts: int | tuple[int, int, int], seed: int) -> Tensor:

@@ -22,8 +22,7 @@ from areal.utils.data.streams import Bins, join_trees, spread_over_streams
 from areal.utils.data.targets import add_targets, check_output_mask, check_target_shape, check_values
 from areal.utils.host_copy import HostCopy, TensorMap
 
-LayoutFn = Callable[[Sequence[int], int, PrefixTree | None, Tensor | None, Sequence[str] | None], MicroBatchLayout]
-"""Returns the index tensors of a micro-batch on the host, see :meth:`BatchPlan.build`."""
+LayoutFn = Callable[..., MicroBatchLayout]  # index tensors of a micro-batch on the host, see BatchPlan.build
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +98,7 @@ class BatchPlan:
         tensors += self.sequences.items()
         tensors += [(key, x) for key, payload in self.payloads.items() for x in payload]
         if self.images is not None:
-            tensors += [(PIXELS, x) for x in (*self.images.pixels, *self.images.rows)]
+            tensors += [(PIXELS, x) for x in (*(each.pixels for each in self.images.distinct), *self.images.rows)]
         tensors.sort(key=lambda item: item[0])
         return checksum(tensors, (self.form.kind, self.form.seqlens, self.bins, sorted(map(str, self.meta))))
 
@@ -146,8 +145,8 @@ class BatchPlan:
             n_mbs: number of micro-batches, equal on all ranks.
             device: device of their tensors.
             padded_length: common length of all micro-batches, for schedules that need one. By default lengths differ.
-            layout: returns :attr:`MicroBatch.layout` on the host, from ``seqlens``, ``padded_length``, ``tree``, ``wanted``
-                and ``adapters``.
+            layout: returns :attr:`MicroBatch.layout` on the host, from ``seqlens``, ``padded_length``, ``tree``, ``wanted``,
+                ``adapters`` and ``images.bidirectional``.
             adapters: names of the engine's adapters, by index.
 
         Raises:
@@ -194,6 +193,7 @@ class BatchPlan:
             values |= {key: [next(items) for _ in members] for key, items in payloads.items()}
             length = padded_length or self._aligned(k)
             named = None if self.adapters is None else tuple(adapters[self.adapters[i]] for i in members)
+            images = None if self.images is None else self.images.of_samples(members)
             yield MicroBatch(
                 index=k,
                 data=Batch(values, cu_seqlens[k], self.meta),
@@ -203,10 +203,10 @@ class BatchPlan:
                 padded_length=length,
                 tree=self.trees[k],
                 wanted=wanted[k],
-                layout=layout(seqlens[k], length, self.trees[k], wanted[k], named),
+                layout=layout(seqlens[k], length, self.trees[k], wanted[k], named, images and images.bidirectional),
                 adapters=named,
                 streams=() if self.streams is None else tuple(islice(streams, self.n_streams[k])),
-                images=None if self.images is None else self.images.of_samples(members),
+                images=images,
             )
 
     def _build_fillers(
@@ -225,7 +225,7 @@ class BatchPlan:
         length = padded_length or self.align
         # A filler must not add a zero to the gradient of an adapter that the call does not name.
         adapter = None if named is None else named[:1]
-        index_tensors = layout((1,), length, None, wanted, adapter)
+        index_tensors = layout((1,), length, None, wanted, adapter, None)
         images = None if self.images is None else self.images.of_samples(())
         for k in indices:
             yield MicroBatch(

@@ -125,14 +125,12 @@ def test_sequence_beyond_the_context_is_named_once(backend: str) -> None:
 
 @pytest.fixture
 def vision_model(tmp_path: Path) -> Path:
-    """Configuration of a tiny Gemma 3 with its vision tower."""
-    text = {**TINY, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8}
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    made = AutoConfig.for_model(
-        "gemma3", text_config=text, vision_config=vision, image_token_index=60, mm_tokens_per_image=4
-    )
-    made.architectures = ["Gemma3ForConditionalGeneration"]
+    """Configuration of a tiny GOT-OCR 2 with its vision tower."""
+    text = {**TINY, "model_type": "qwen2", "num_key_value_heads": 1}
+    vision = {"hidden_size": 16, "output_channels": 8, "mlp_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 32, "patch_size": 16, "window_size": 2, "global_attn_indexes": []}
+    made = AutoConfig.for_model("got_ocr2", text_config=text, vision_config=vision, image_token_index=60)
+    made.architectures = ["GotOcr2ForConditionalGeneration"]
     with locked(tmp_path / "model"):
         made.save_pretrained(tmp_path)
     return tmp_path
@@ -144,7 +142,7 @@ def test_model_that_takes_images_is_refused_by_name(engine: str, vision_model: P
     engine = create_engine(
         config(f"{engine}:d{world().size}", path=str(vision_model), init_from_scratch=True, mb_spec=MicroBatchSpec())
     )
-    with raised(ValueError, "model_type = 'gemma3'"):
+    with raised(ValueError, "model_type = 'got_ocr2'"):
         engine.initialize(FinetuneSpec(total_train_steps=1))
 
 

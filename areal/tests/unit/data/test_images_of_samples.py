@@ -10,14 +10,27 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from areal.api import MicroBatchSpec
+from areal.dispatch import rank_calls
 from areal.engine.model.media import image_rules
 from areal.tests.grid.reference import Sample
-from areal.tests.grid.vision_models import GRIDS, IMAGE_TOKEN, PATCH, VISION_FAMILIES, images, tokens
+from areal.tests.grid.vision_models import (
+    GRID_FAMILIES,
+    GRIDS,
+    IMAGE_TOKEN,
+    PATCH,
+    SIDE,
+    SQUARE,
+    VISION_FAMILIES,
+    images,
+    square_images,
+    tokens,
+)
 from areal.utils.data import plan_batch
-from areal.utils.data.images import BatchImages, ImageRules
+from areal.utils.data.images import BatchImages, ImageRules, PatchRules, SquareRules
 
 A, B, C, D = GRIDS
-RULES = ImageRules(IMAGE_TOKEN, 2, PATCH)
+RULES = PatchRules(IMAGE_TOKEN, 2, PATCH)
+SQUARES = SquareRules(IMAGE_TOKEN, 4, (3, SIDE, SIDE))
 
 
 def sample(*parts: Any, seed: int = 0, **changes: Tensor) -> Sample:
@@ -26,16 +39,23 @@ def sample(*parts: Any, seed: int = 0, **changes: Tensor) -> Sample:
     return {**made, **changes}
 
 
-def batch_images(*samples: Sample) -> BatchImages:
+def square_sample(*parts: Any, seed: int = 0, **changes: Any) -> Sample:
+    """Return a sample of Gemma 3, whose images are ``SQUARE`` among the parts."""
+    number = sum(part == SQUARE for part in parts)
+    made = {"input_ids": tokens(*parts, seed=seed), **(square_images(number, seed=seed) if number else {}), **changes}
+    return {key: x for key, x in made.items() if x is not None}
+
+
+def batch_images(*samples: Sample, rules: ImageRules = RULES) -> BatchImages:
     columns = {key: [sample.get(key) for sample in samples] for key in ("pixel_values", "image_grid_thw")}
-    return BatchImages.of([sample["input_ids"] for sample in samples], columns, RULES)
+    return BatchImages.of([sample["input_ids"] for sample in samples], columns, rules)
 
 
-@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+@pytest.mark.parametrize("family", sorted(GRID_FAMILIES))
 @pytest.mark.parametrize("parts", [(3, A, 5), (B, 4, C), (2, D, 1, A, 1, C)], ids=str)
 def test_positions_are_those_of_transformers(family: str, parts: tuple[Any, ...]) -> None:
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(VISION_FAMILIES[family]())
+        model = AutoModelForImageTextToText.from_config(GRID_FAMILIES[family]())
     one = sample(*parts)
     kinds = (one["input_ids"] == IMAGE_TOKEN).long()[None]
     expected, _ = model.model.get_rope_index(one["input_ids"][None], kinds, image_grid_thw=one["image_grid_thw"])
@@ -47,7 +67,7 @@ def test_equal_images_are_one_and_different_ones_are_not() -> None:
     first, again, other, text = sample(3, A, 1, B, 5), sample(1, A, seed=1), sample(3, A, seed=2), sample(4)
     again["pixel_values"] = first["pixel_values"][:32].clone()
     made = batch_images(first, again, other, text)
-    assert made.grids == (A, B, A)
+    assert [image.grid for image in made.distinct] == [A, B, A]
     # The tokens of an image have the rows of its first copy.
     assert made.rows[1].tolist() == [-1, *range(8)]
     assert made.rows[2].tolist() == [-1, -1, -1, *range(12, 20)]
@@ -122,3 +142,73 @@ def test_a_padded_batch_takes_a_list_of_images() -> None:
         plan_batch({**batch, **keys, "pixel_values": torch.zeros(2, 4)}, MicroBatchSpec(), images=RULES)
     with pytest.raises(ValueError, match=r"'pixel_values' is in a batch.*text alone"):
         plan_batch({**batch, **keys}, MicroBatchSpec())
+
+
+def test_images_of_one_size() -> None:
+    assert image_rules(VISION_FAMILIES["gemma3"](), text_only=False) == SQUARES
+    first = square_sample(3, SQUARE, 1, SQUARE, seed=1)
+    again = square_sample(SQUARE, 2, pixel_values=first["pixel_values"][1:].clone())
+    text = square_sample(3, seed=2)
+    made = batch_images(first, again, text, rules=SQUARES)
+    assert len(made.distinct) == 2
+    assert made.rows[0].tolist() == [-1, -1, -1, 0, 1, 2, 3, -1, 4, 5, 6, 7]
+    assert made.rows[1].tolist() == [4, 5, 6, 7, -1, -1]
+    # Sample 1 has the second image of sample 0.
+    own = made.of_samples((2, 1))
+    assert torch.equal(own.pixel_values, first["pixel_values"][1:])
+    assert own.rows.tolist() == [-1, -1, -1, 0, 1, 2, 3, -1, -1]
+    assert own.bidirectional is not None
+    assert own.bidirectional.tolist() == [False] * 3 + [True] * 4 + [False] * 2
+    assert own.positions is own.grids is None
+    none = made.of_samples(())
+    assert none.pixel_values.shape == (1, 3, SIDE, SIDE)
+    assert not none.pixel_values.any()
+    assert batch_images(sample(A)).of_samples((0,)).bidirectional is None
+
+
+def test_only_images_that_see_both_directions_reach_the_layout() -> None:
+    def layout_inputs(one: Sample, rules: ImageRules) -> list[Any]:
+        seen: list[Any] = []
+        plan = plan_batch([one], MicroBatchSpec(), images=rules)
+        plan.build(n_mbs=2, device=torch.device("cpu"), layout=lambda *args: seen.append(args[-1]))
+        return seen
+
+    expected = torch.tensor([False] * 2 + [True] * 4 + [False])
+    of_mb, of_filler = layout_inputs(square_sample(2, SQUARE, 1), SQUARES)
+    assert torch.equal(of_mb, expected)
+    assert of_filler is None
+    assert layout_inputs(sample(2, A, 1), RULES) == [None, None]
+
+
+def test_a_driver_gets_no_images() -> None:
+    plan = plan_batch([sample(2, A, 1)], MicroBatchSpec(), images=RULES)
+    mbs = plan.build(n_mbs=1, device=torch.device("cpu"))
+    assert mbs[0].images is not None
+    assert rank_calls._without_tensors(mbs)[0].images is None
+
+
+BAD_SQUARES: dict[str, tuple[dict[str, Any], str]] = {
+    "too few images": ({"pixel_values": torch.zeros(1, 3, SIDE, SIDE)}, r"runs of \[4, 4\].*images of \[4\] tokens"),
+    "no images": ({"pixel_values": None}, r"runs of \[4, 4\].*images of \[\] tokens"),
+    "a part of an image": (
+        {"input_ids": tokens(3, SQUARE, 1, SQUARE, seed=0)[:-1]},
+        r"runs of \[4, 3\].*\[4, 4\] tokens",
+    ),
+    "no token between": ({"input_ids": tokens(3, SQUARE, SQUARE, seed=0)}, r"runs of \[8\].*another token between"),
+    "another size": ({"pixel_values": torch.zeros(2, 3, SIDE, 14)}, r"\[2, 3, 28, 14\]: pass.*\[images, 3, 28, 28\]"),
+    "one image": ({"pixel_values": torch.zeros(3, SIDE, SIDE)}, r"\[3, 28, 28\]: pass.*\[images, 3, 28, 28\]"),
+    "bytes": ({"pixel_values": torch.zeros(2, 3, SIDE, SIDE, dtype=torch.uint8)}, "uint8.*floating-point"),
+    "a grid": ({"image_grid_thw": torch.tensor([SQUARE, SQUARE])}, "sample 1 has 'image_grid_thw', but.*one size"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_SQUARES.values(), ids=BAD_SQUARES)
+def test_images_of_one_size_that_do_not_match_are_refused(changes: dict[str, Any], message: str) -> None:
+    bad = square_sample(3, SQUARE, 1, SQUARE, **changes)
+    with pytest.raises(ValueError, match=message):
+        plan_batch([square_sample(2, SQUARE), bad], MicroBatchSpec(), images=SQUARES)
+
+
+def test_an_image_token_without_a_logit_is_refused() -> None:
+    with pytest.raises(ValueError, match="image_token_id = 112 is outside the vocabulary of 112"):
+        image_rules(VISION_FAMILIES["gemma3"](image_token_index=112), text_only=False)

@@ -33,6 +33,7 @@ from areal.engine.attention.token_stream import TokenStream
 from areal.engine.model.forward_plan import TESTED_FAMILIES, inspect_model, plan_forward
 from areal.engine.model.probe import ProbeResult, probe
 from areal.tests.grid.float64_mode import float64_everywhere
+from areal.tests.grid.vision_models import VISION_FAMILIES
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -130,7 +131,8 @@ def test_no_leak_between_sequences_or_from_padding(family: str) -> None:
 
 
 def test_list_of_tested_families_is_complete() -> None:
-    assert {config().model_type for config in FAMILIES.values()} == TESTED_FAMILIES
+    known = {config().model_type for config in FAMILIES.values()} | VISION_FAMILIES.keys()
+    assert known == TESTED_FAMILIES
 
 
 def test_forward_without_layout_or_with_mask_raises() -> None:

@@ -42,7 +42,7 @@ def positions_of_the_packed_row(right: Function) -> Function:
 )
 def images_of_one_size_are_equal(right: Function) -> Function:
     """Images are compared by their sizes: one prompt gets the image of another."""
-    return lambda pixels, grid: repr(grid).encode()
+    return lambda image: repr(image.grid).encode()
 
 
 @mutant(
@@ -53,14 +53,14 @@ def prefixes_of_tokens_alone(right: Function) -> Function:
     return lambda self: [torch.zeros_like(row) for row in self.rows]
 
 
-@mutant("areal.engine.model.vision:vision_tower", LAYOUT.format("qwen2_5_vl-d1-frozen"))
+@mutant("areal.engine.model.vision:vision_parts", LAYOUT.format("qwen2_5_vl-d1-frozen"))
 def tower_is_trained_although_frozen(right: Function) -> Function:
     """The option that freezes the tower freezes nothing."""
 
     def wrong(hf: Any) -> Any:
-        tower = right(hf)
-        if tower is not None:
-            tower.requires_grad_ = lambda trained: tower
-        return tower
+        parts = right(hf)
+        for part in parts:
+            part.requires_grad_ = lambda trained: None
+        return parts
 
     return wrong
