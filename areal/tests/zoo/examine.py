@@ -7,14 +7,16 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal.api import Batch, FinetuneSpec, FSDPConfig, MicroBatchSpec, TokenOutputs, TrainEngine, TrainEngineConfig
+from areal.engine.model.media import IMAGE_FAMILIES
 from areal.engine.model.tiny_config import VOCABULARY
 from areal.engine.registry import create_engine
 from areal.tests.zoo.configs import tiny_config
@@ -89,7 +91,7 @@ def write_model(family: str, folder: str) -> None:
     """Write a tiny model with random weights, in which biases are not 0 and norms not 1."""
     config = tiny_config(family)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _factory(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
@@ -101,9 +103,15 @@ def write_model(family: str, folder: str) -> None:
     AutoConfig.from_pretrained(folder)  # some configurations cannot be read again
 
 
+def _factory(config: PreTrainedConfig) -> Any:
+    """Return the factory of transformers whose models have all weights of a family: with its vision tower, where the engine trains it."""
+    return AutoModelForImageTextToText if config.model_type in IMAGE_FAMILIES else AutoModelForCausalLM
+
+
 def reference(folder: str) -> dict[str, Tensor]:
     """Return log-probs and gradients of transformers, one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    factory = _factory(AutoConfig.from_pretrained(folder))
+    model = factory.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     logprobs = []
     for ids, factors in zip(_tokens(), _factors(), strict=True):
         logits = model(input_ids=ids[None], use_cache=False).logits[0]

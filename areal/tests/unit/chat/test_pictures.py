@@ -12,7 +12,7 @@ from areal.tests.unit.chat.agents import sampled
 from areal.tests.unit.chat.templates import CHATML
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
 from areal.trainer.rollout.sequence import Sequence
-from areal.utils.data.images import BatchImages, ImageRules
+from areal.utils.data.images import BatchImages, PatchRules
 
 VISUAL = CHATML.replace(
     "{{ m.content }}",
@@ -49,7 +49,7 @@ def test_a_sample_has_a_token_for_each_part_of_its_pictures() -> None:
     images = BatchImages.of(
         [sample["input_ids"]],
         {key: [sample[key]] for key in ("pixel_values", "image_grid_thw")},
-        ImageRules(token, 2, sample["pixel_values"].shape[1]),
+        PatchRules(token, 2, sample["pixel_values"].shape[1]),
     )
     assert images.n_tokens(0) == 12
     # The answer and its end are trained, at the positions before them.
