@@ -198,7 +198,7 @@ class BaseTrainEngine(EngineState):
             components.adapters is not None,
             components.media_tokens,
             components.streams,
-            not components.rows and not self.supported_options.isdisjoint(("mb_spec", "mb_spec.share_prefixes")),
+            components.may_share and not self.supported_options.isdisjoint(("mb_spec", "mb_spec.share_prefixes")),
             components.images,
         )
 

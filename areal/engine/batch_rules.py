@@ -218,7 +218,8 @@ def check_sharing(spec: MicroBatchSpec, *, possible: bool) -> None:
     """
     if spec.share_prefixes and not possible:
         raise ValueError(
-            "mb_spec.share_prefixes = True, but this model runs one sequence per row, where nothing can be shared: set it to False"
+            "mb_spec.share_prefixes = True, but this model, or a layer of it, runs one sequence per row, where nothing can be shared: set "
+            "it to False"
         )
 
 

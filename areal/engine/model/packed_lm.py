@@ -29,6 +29,7 @@ from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, decode
 from areal.engine.model.vision import LocalImages, decoder_inputs
 from areal.engine.moe.routing import ExpertRouting, Routing
 from areal.engine.recurrence.functions import replace_functions, running
+from areal.engine.recurrence.rows import run_in_rows
 from areal.engine.stream.layout import AdapterRuns, layout_of, pad_rows
 from areal.utils.dtensor import local_part
 
@@ -97,7 +98,7 @@ class PackedCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.hf = hf
-        self.recurrence = replace_functions(hf)
+        self.recurrence = replace_functions(hf) or run_in_rows(hf)
         self._own_head = OwnHead(hf) if own_head else None
         like, width = hf.get_output_embeddings().weight, hf.config.get_text_config().hidden_size
         self.value_head = make_value_head(hf.config, width, like) if value_head else None

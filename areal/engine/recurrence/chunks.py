@@ -19,12 +19,16 @@ _NONE = -1
 """Predecessor of a token that begins a sequence."""
 
 
+WHOLE_RUNS = 0
+"""Number of tokens of a chunk that has a whole run: that of the longest run."""
+
+
 @dataclass(frozen=True)
 class ChunkSizes:
     """What the recurrent layers of a model need of a stream.
 
     Attributes:
-        tokens: tokens of a chunk.
+        tokens: tokens of a chunk, or :data:`WHOLE_RUNS`: nothing passes from a run to another, not from a shared prefix either.
         context: tokens before a run that its convolutions see.
     """
 
@@ -37,7 +41,7 @@ class RunChunks:
     """Index tensors of a stream of ``T`` tokens in ``C`` chunks of ``Q`` tokens. Index ``T`` is a row of zeros.
 
     Attributes:
-        sizes: what they were made for.
+        sizes: what they were made for, with the number of tokens of their chunks.
         tokens: int64 ``[C * Q]``. Token of each place of the chunks, which are in the order of their depth.
         places: int64 ``[T]``. Place of each token.
         sources: int64, one for each depth. For each of its chunks, the chunk before it among those of the depth before. Empty for the first.
@@ -58,29 +62,30 @@ class RunChunks:
     def of(cls, stream: TokenStream, sizes: ChunkSizes) -> RunChunks:
         """Return the chunks of a stream, on the host."""
         length, before = len(stream), _before(stream)
+        size = sizes.tokens if sizes.tokens != WHOLE_RUNS else max(stream.lengths)
         # A chunk ends at the end of a run, also where a branch continues from a token in the middle of one.
         starts = _piece_starts(before)
         by_depth: list[list[tuple[int, int, int]]] = []  # first token, end, number of the chunk before
         ends = {_NONE: (-1, 0)}  # depth, and number at that depth, of the chunk that ends with a token
         for start, end in zip(starts, [*starts[1:], length], strict=True):
             depth, number = ends[int(before[start])]
-            for first in range(start, end, sizes.tokens):
+            for first in range(start, end, size):
                 depth += 1
                 if depth == len(by_depth):
                     by_depth.append([])
-                by_depth[depth].append((first, min(first + sizes.tokens, end), number))
+                by_depth[depth].append((first, min(first + size, end), number))
                 number = len(by_depth[depth]) - 1
             ends[end - 1] = depth, number
         spans = [span for each in by_depth for span in each]
         firsts, lasts = (torch.tensor([span[i] for span in spans]) for i in (0, 1))
-        tokens = firsts[:, None] + torch.arange(sizes.tokens)
+        tokens = firsts[:, None] + torch.arange(size)
         tokens = torch.where(tokens < lasts[:, None], tokens, length).flatten()
         places = torch.empty(length + 1, dtype=torch.long)
         places[tokens] = torch.arange(len(tokens))
         sources = [[span[2] for span in each] if depth else [] for depth, each in enumerate(by_depth)]
         with_context, after_context = _contexts(before, sizes.context)
         return cls(
-            sizes=sizes,
+            sizes=replace(sizes, tokens=size),
             tokens=tokens,
             places=places[:length],
             sources=tuple(torch.tensor(each, dtype=torch.long) for each in sources),

@@ -38,6 +38,11 @@ def running(layout: AttentionLayout | None) -> Iterator[None]:
         _running.reset(token)
 
 
+def running_layout() -> AttentionLayout | None:
+    """Return the layout of the packed sequences that are running; ``None`` if none are."""
+    return _running.get()
+
+
 def keep_running() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a function whose context has the layout that is running now: a layer is recomputed after its forward has ended."""
     return functools.partial(running, _running.get())

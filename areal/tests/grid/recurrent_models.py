@@ -16,6 +16,8 @@ _FAMILIES = (
     *("lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"),
     *("qwen3_next", "zamba", "zamba2"),
 )
+IN_ROWS = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
+"""Families in whose recurrent layers each sequence is a row."""
 
 
 def _tiny(family: str, **changes: Any) -> PreTrainedConfig:
@@ -29,6 +31,6 @@ def _tiny(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 RECURRENT_FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
-    family: functools.partial(_tiny, family) for family in _FAMILIES
+    family: functools.partial(_tiny, family) for family in (*_FAMILIES, *IN_ROWS)
 }
 """Configurations by family. ``changes`` override fields of the tiny configuration."""

@@ -90,6 +90,14 @@ def test_layouts_compute_the_same(family: str, way: str) -> None:
     check(family, f"fsdp:{layout}", "family" if "shared" in way else "ragged", **WAYS[way])
 
 
+@pytest.mark.parametrize("way", [marked(way) for way in ("d2", "p2", "d1-full", "p2-full", "d1-selective")])
+@pytest.mark.parametrize("family", ["minimax", "recurrent_gemma"])
+def test_layouts_of_layers_with_rows_compute_the_same(family: str, way: str) -> None:
+    if family == "recurrent_gemma" and way.startswith("p2"):
+        pytest.skip("it has a head of its own, and is refused")
+    check(family, f"fsdp:{way.partition('-')[0]}", **WAYS[way])
+
+
 @pytest.mark.world(1)
 @pytest.mark.parametrize("family", sorted(RECURRENT_FAMILIES))
 def test_packed_sequences_are_those_of_transformers(family: str) -> None:
@@ -165,9 +173,10 @@ def test_every_layer_calls_the_packed_functions_again_when_it_is_recomputed(way:
             {"linear_num_value_heads": 3, "linear_num_key_heads": 3},
             "3 heads.*do not divide over 2",
         ),
+        ("minimax", "fsdp:c2", {}, "'minimax': in its recurrent layers each sequence is a row.*leave c out"),
         ("qwen3_next", "megatron:d2", {}, "qwen3_next"),
     ],
-    ids=["chain", "tensor", "heads", "megatron"],
+    ids=["chain", "tensor", "heads", "rows", "megatron"],
 )
 def test_layouts_that_cannot_carry_the_state_are_refused(
     family: str, backend: str, changes: dict[str, Any], message: str
@@ -175,3 +184,13 @@ def test_layouts_that_cannot_carry_the_state_are_refused(
     path = family_dir(family, **changes)
     with pytest.raises(ValueError, match=message), started(backend, path=path):
         raise AssertionError("not reached")
+
+
+@pytest.mark.world(1)
+def test_layers_with_rows_share_no_prefixes() -> None:
+    path, shared = family_dir("minimax"), MicroBatchSpec(share_prefixes=True)
+    message = r"share_prefixes = True.*one sequence per row"
+    with pytest.raises(ValueError, match=message), started("fsdp:d1", path=path, mb_spec=shared):
+        raise AssertionError("not reached")
+    with started("fsdp:d1", path=path) as engine, pytest.raises(ValueError, match=message):
+        engine.forward_batch(samples(CASES["ragged"]), mb_spec=shared)

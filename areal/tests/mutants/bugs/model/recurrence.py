@@ -88,3 +88,21 @@ def decay_of_other_heads(right: Function) -> Function:
 def later_stages_lack_the_embedding(right: Function) -> Function:
     """A decoder whose layers see its input is cut into stages."""
     return lambda value, x: False
+
+
+@mutant(
+    "areal.engine.recurrence.functions:running_layout",
+    ALONE.format("minimax"),
+    ALONE.format("recurrent_gemma"),
+    ALONE.format("rwkv"),
+    ALONE.format("xlstm"),
+)
+def layers_do_not_see_the_rows(right: Function) -> Function:
+    """Layers without a function that could be replaced run the packed stream as one sequence."""
+    return lambda: None
+
+
+@mutant("areal.engine.recurrence.chunks:RunChunks.join", ALONE.format("minimax"), ALONE.format("rwkv"))
+def rows_are_joined_one_place_late(right: Function) -> Function:
+    """A token gets the result of the token after it."""
+    return lambda self, chunks: right(self, chunks.roll(-1, 1))
