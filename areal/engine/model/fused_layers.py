@@ -220,12 +220,18 @@ class FusedLayers:
 
 FUSED: Mapping[str, FusedLayers] = {
     "deepseek_v3": FusedLayers("DeepseekV3RMSNorm", "DeepseekV3MLP"),
-    "gemma3_text": FusedLayers("Gemma3RMSNorm", None, "Gemma3Attention", wide_weight=True, offset=1.0),
+    **dict.fromkeys(
+        ("gemma3", "gemma3_text"),
+        FusedLayers("Gemma3RMSNorm", None, "Gemma3Attention", wide_weight=True, offset=1.0),
+    ),
     "gpt_oss": FusedLayers("GptOssRMSNorm", wide_weight=True),
     "llama": FusedLayers("LlamaRMSNorm", "LlamaMLP", "LlamaAttention"),
     "qwen2": FusedLayers("Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention"),
+    "qwen2_5_vl": FusedLayers("Qwen2_5_VLRMSNorm", "Qwen2MLP", "Qwen2_5_VLAttention"),
+    "qwen2_vl": FusedLayers("Qwen2VLRMSNorm", "Qwen2MLP", "Qwen2VLAttention"),
     "qwen3": FusedLayers("Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"),
     "qwen3_moe": FusedLayers("Qwen3MoeRMSNorm", "Qwen3MoeMLP", "Qwen3MoeAttention"),
+    "qwen3_vl": FusedLayers("Qwen3VLTextRMSNorm", "Qwen3VLTextMLP", "Qwen3VLTextAttention"),
 }
 """Fused layers by model type. Each is compared with transformers' own modules by the tests."""
 

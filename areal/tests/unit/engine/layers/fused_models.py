@@ -11,6 +11,7 @@ from transformers import GptOssConfig
 
 from areal.engine.model.fused_layers import FUSED
 from areal.tests.grid.models import FAMILIES
+from areal.tests.grid.vision_models import VISION_FAMILIES
 
 _GPT_OSS: dict[str, Any] = {
     **{"vocab_size": 112, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
@@ -18,17 +19,21 @@ _GPT_OSS: dict[str, Any] = {
     **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "pad_token_id": 2},
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
-    **{name: make for name, make in FAMILIES.items() if name in FUSED},
+    **{name: make for name, make in (FAMILIES | VISION_FAMILIES).items() if name in FUSED},
     "gpt_oss": lambda: GptOssConfig(**_GPT_OSS),
 }
 REPLACED = {
     "deepseek_v3": 2 * 4 + 1 + 2,  # norms of a layer and of the latents, the last norm, a dense MLP and shared experts
+    "gemma3": 2 * (6 + 1) + 1 + 1,  # the last one of the projector
     "gemma3_text": 3 * (6 + 1) + 1,
     "gpt_oss": 2 * 2 + 1,
     "llama": 2 * (2 + 1 + 1) + 1,
     "qwen2": 2 * (2 + 1 + 1) + 1,
+    "qwen2_5_vl": 2 * (2 + 1 + 1) + 1 + 2 * 2 + 1,  # norms of the tower
+    "qwen2_vl": 2 * (2 + 1 + 1) + 1,
     "qwen3": 2 * (4 + 1 + 1) + 1,
     "qwen3_moe": 2 * (4 + 1) + 1,
+    "qwen3_vl": 2 * (4 + 1 + 1) + 1,
 }
 """Number of forwards that are replaced in each tiny model."""
 

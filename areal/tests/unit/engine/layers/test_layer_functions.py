@@ -27,14 +27,13 @@ from areal.engine.attention.token_stream import TokenStream
 from areal.engine.model import fused_layers
 from areal.engine.model.forward_plan import TESTED_FAMILIES
 from areal.engine.model.fused_layers import FUSED, apply_rotary_pos_emb, fuse_layers, rms_norm, silu_product
-from areal.engine.model.media import IMAGE_FAMILIES
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import FAMILIES, tiny_model
 from areal.tests.unit.engine.layers.fused_models import CONFIGS, REPLACED, results
 
 
-def test_every_tested_family_of_text_has_fused_layers() -> None:
-    assert set(FUSED) == TESTED_FAMILIES - IMAGE_FAMILIES == set(CONFIGS)
+def test_every_tested_family_without_recurrent_layers_has_fused_layers() -> None:
+    assert set(FUSED) == TESTED_FAMILIES - {"qwen3_5", "qwen3_5_moe"} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
@@ -46,7 +45,7 @@ def test_fused_models_agree_with_transformers_in_float64(family: str) -> None:
         stock = tiny_model(config, seed=0).double()
         fused = copy.deepcopy(stock)
         assert fuse_layers(fused, config.model_type) == REPLACED[family]
-        ids = torch.randint(config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(1))
         expected, actual = results(stock, ids), results(fused, ids)
     assert actual.keys() == expected.keys()
     for name, right in expected.items():
