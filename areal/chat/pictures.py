@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers.image_utils import load_image
 
 from areal.chat.answer import Message
 from areal.utils.data.images import GRID, PIXELS
@@ -15,7 +17,8 @@ from areal.utils.data.images import GRID, PIXELS
 class Pictures:
     """Reads the pictures of messages, as models with images in grids of patches take them (Qwen2-VL and its successors).
 
-    A picture is a part ``{"type": "image", "image": ...}`` of a message's content. The chat template renders one token for it, which is
+    A picture is a part ``{"type": "image", "image": ...}`` of a message's content: what the processor takes, or the path of a file. The
+    chat template renders one token for it, which is
     repeated here for each part of the picture.
 
     Args:
@@ -31,9 +34,9 @@ class Pictures:
         """Return ``pixel_values`` and ``image_grid_thw`` of all pictures, in order; nothing for messages without pictures.
 
         Raises:
-            ValueError: the processor refuses a picture.
+            ValueError: a file cannot be read, or the processor refuses a picture.
         """
-        pictures = pictures_of(messages)
+        pictures = [_read(picture) for picture in pictures_of(messages)]
         if not pictures:
             return {}
         try:
@@ -57,6 +60,15 @@ class Pictures:
             )
         counts = dict(zip(places, (math.prod(grid) // self._merge**2 for grid in grids), strict=True))
         return [counts.get(k, 1) for k in range(len(ids))]
+
+
+def _read(picture: Any) -> Any:
+    if not isinstance(picture, str | Path):
+        return picture
+    try:
+        return load_image(str(picture))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"image = {str(picture)!r}: no picture can be read there: {error}") from error
 
 
 def pictures_of(messages: Sequence[Message]) -> list[Any]:

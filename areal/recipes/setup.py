@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
-from areal.chat import Chat
+from areal.chat import Chat, Pictures
+from areal.engine.model.hub import read_config
+from areal.engine.model.media import image_rules
 from areal.recipes.config import RunConfig
 from areal.recipes.data.formats import check_rows
 from areal.recipes.data.rows import DataRows, read_rows, split_rows
 from areal.recipes.data.text import Text
 from areal.recipes.record.progress import Results
 from areal.trainer.checkpoints import Checkpoints
+from areal.utils.data.images import PatchRules
 
 
 def own_rows(config: RunConfig, kind: str, dataset: Any, evaluation: Any) -> tuple[DataRows, DataRows | None]:
@@ -78,7 +81,20 @@ def renderer(config: RunConfig, tokenizer: PreTrainedTokenizerBase, tools: tuple
         raise ValueError(
             f"model = {config.model!r}: its tokenizer has no chat template: set chat_template to a file, or text = true for a base model"
         )
-    return Chat(tokenizer, tools, **config.template_options)
+    return Chat(tokenizer, tools, pictures=_pictures(config.model), **config.template_options)
+
+
+def _pictures(model: str) -> Pictures | None:
+    """Return what reads the pictures of messages; ``None`` for a model of text, or with images that :class:`Pictures` does not read."""
+    hf = read_config(model)
+    if not isinstance(image_rules(hf, text_only=False), PatchRules):
+        return None
+    try:
+        return Pictures(AutoImageProcessor.from_pretrained(model), hf.image_token_id)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model = {model!r}: it takes images, and no image processor can be read there: {error}"
+        ) from error
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
