@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
-from benchmarks import workloads
+from benchmarks import hybrid, workloads
 from benchmarks.engine_row import EngineRow
 from benchmarks.gpu import __main__ as gpu_command
 from benchmarks.gpu.device import idle
@@ -241,3 +241,12 @@ def test_gpu_benchmark_runs_on_cpu_with_tiny_shape(tmp_path: Path) -> None:
     assert [entry["head"] for entry in result["head"]] == ["chunked", "all logits"]
     with pytest.raises(ValueError, match="there are"):
         gpu_command.main(dataclasses.replace(settings, shapes=("9B",)))
+
+
+def test_ways_of_a_hybrid_model_take_the_same_steps(tmp_path: Path) -> None:
+    results = hybrid.measure(hybrid.write_model(tmp_path), hybrid.samples((5, 21, 3)), rounds=1)
+    losses = {way: losses for way, (losses, _) in results.items()}
+    assert list(losses) == ["packed", "rows", "one by one"]
+    for way in ("rows", "one by one"):
+        assert losses[way] == pytest.approx(losses["packed"], rel=1e-5)
+    assert losses["packed"][1] < losses["packed"][0]
