@@ -31,12 +31,12 @@ Sample = dict[str, Tensor]
 Step = Callable[[list[Sample]], float]
 
 
-def write_model(folder: Path) -> str:
+def write_model(folder: Path, hidden: int = 256) -> str:
     """Write a model of three layers with the gated delta rule and one of attention. Returns its directory."""
     config = Qwen3NextConfig(
         vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=768,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -244,7 +244,7 @@ def test_gpu_benchmark_runs_on_cpu_with_tiny_shape(tmp_path: Path) -> None:
 
 
 def test_ways_of_a_hybrid_model_take_the_same_steps(tmp_path: Path) -> None:
-    results = hybrid.measure(hybrid.write_model(tmp_path), hybrid.samples((5, 21, 3)), rounds=1)
+    results = hybrid.measure(hybrid.write_model(tmp_path, hidden=32), hybrid.samples((5, 21, 3)), rounds=1)
     losses = {way: losses for way, (losses, _) in results.items()}
     assert list(losses) == ["packed", "rows", "one by one"]
     for way in ("rows", "one by one"):
