@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,8 @@ from areal.chat.conversation import Conversation
 from areal.chat.pictures import Pictures, pictures_of
 from areal.chat.template import Template, common, cut
 from areal.utils.data.sequences import Segment, from_segments
+
+_T = TypeVar("_T")
 
 
 class Chat:
@@ -99,7 +101,7 @@ class Chat:
         """Return rendered tokens, with a token for each part of these pictures."""
         if self._pictures is None:
             return list(ids)
-        return [token for token, n in zip(ids, self._pictures.repeats(ids, images), strict=True) for _ in range(n)]
+        return _repeated(ids, self._pictures.repeats(ids, images))
 
     def start(self, messages: Sequence[Message], rewrites: Literal["error", "keep"] = "error") -> Conversation:
         """Begin a conversation that a model continues: see :class:`Conversation`."""
@@ -165,8 +167,7 @@ class Chat:
         ids, images = [token for token, _, _ in tokens], self.images(messages) if images is None else images
         if self._pictures is not None:
             repeats = self._pictures.repeats(ids, images)
-            ids = [token for token, n in zip(ids, repeats, strict=True) for _ in range(n)]
-            trained = [flag for flag, n in zip(trained, repeats, strict=True) for _ in range(n)]
+            ids, trained = _repeated(ids, repeats), _repeated(trained, repeats)
         return _runs(ids, trained)
 
     def sample(self, messages: Sequence[Message], train: Literal["all", "last"] = "all") -> dict[str, Tensor]:
@@ -193,6 +194,10 @@ class Chat:
             "whole conversation, so that no prompt leads to this answer: train on samples that end with an answer (train='last'), or on the "
             "segments of a Conversation"
         )
+
+
+def _repeated(values: Sequence[_T], repeats: Sequence[int]) -> list[_T]:
+    return [value for value, n in zip(values, repeats, strict=True) for _ in range(n)]
 
 
 def _runs(ids: list[int], trained: list[bool]) -> tuple[Segment, ...]:

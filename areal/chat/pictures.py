@@ -18,8 +18,7 @@ class Pictures:
     """Reads the pictures of messages, as models with images in grids of patches take them (Qwen2-VL and its successors).
 
     A picture is a part ``{"type": "image", "image": ...}`` of a message's content: what the processor takes, or the path of a file. The
-    chat template renders one token for it, which is
-    repeated here for each part of the picture.
+    chat template renders one token for it, which is repeated here for each part of the picture.
 
     Args:
         processor: image processor of transformers, such as ``AutoImageProcessor.from_pretrained(model)``.
