@@ -68,7 +68,10 @@ def test_spec_of_a_call_decides_on_long_sequences_and_prefixes() -> None:
         assert shared[0].tree is not None
     with (
         started("fsdp:d1", fsdp={"attention": "rows"}) as engine,
-        pytest.raises(ValueError, match=r"mb_spec\.share_prefixes = True, but this model, or a layer of it, runs one sequence per row"),
+        pytest.raises(
+            ValueError,
+            match=r"mb_spec\.share_prefixes = True, but this model, or a layer of it, runs one sequence per row",
+        ),
     ):
         engine.forward_batch(global_batch(), mb_spec=MicroBatchSpec(share_prefixes=True))
 
