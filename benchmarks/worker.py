@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from areal.utils.profiling import host_memory
-from benchmarks.machine import give_back, memory_mb
+from benchmarks.machine import give_back, memory_mb, stay_on_core
 from benchmarks.rows import Row, Task, build
 
 
@@ -79,7 +79,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    code = serve(json.loads(sys.argv[1]), sys.stdin, answers)
+    job = json.loads(sys.argv[1])
+    stay_on_core(job["task"]["rank"])
+    code = serve(job, sys.stdin, answers)
     # Skip interpreter shutdown: libraries leave threads and process groups whose peers have ended.
     sys.stderr.flush()
     os._exit(code)

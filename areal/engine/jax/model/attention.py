@@ -118,7 +118,7 @@ def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array, Array, None, No
     block = visibility.block
     before, stats = first_query // block, all_lse.dtype
     # The gradient of a softmax subtracts the mean of the gradients of its weights, which is this product.
-    means = (grad.astype(stats) * out.astype(stats)).sum(-1).transpose(1, 2, 0)
+    means = jnp.einsum("qngd,qngd->ngq", grad.astype(stats), out.astype(stats))
     all_queries, all_keys, all_values, all_grads = _by_heads(q), _by_heads(k), _by_heads(v), _by_heads(grad)
     transposed = k.transpose(1, 2, 0)
 

@@ -64,7 +64,9 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
 def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
     """Normalize by the root mean square (Zhang and Sennrich, 2019), and multiply by a weight."""
     wide = x.astype(spec.numbers.stats)
-    wide *= lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + spec.arch.eps)
+    scale = lax.rsqrt(jnp.square(wide).mean(-1) + spec.arch.eps)
+    # As a product, whose backward is one, too: XLA reduces a product of two arrays on a CPU at a tenth of the rate.
+    wide = jnp.einsum("...h,...->...h", wide, scale)
     return scaled(wide.astype(x.dtype), weight, spec.use(name, weight.shape))
 
 

@@ -65,6 +65,8 @@ class WeightUse:
         stored: placement of the weight and its gradient.
         gathered: placement of the weight in the product.
         trained: whether the weight gets a gradient. A frozen one does not, and its input is not kept for the backward.
+        input_first: compute the gradient as ``[in, out]``. XLA transposes the first operand of that product on a CPU, which is to be
+            the narrower one.
     """
 
     dtype: str
@@ -72,6 +74,7 @@ class WeightUse:
     stored: NamedSharding
     gathered: NamedSharding
     trained: bool = True
+    input_first: bool = False
 
     def gather(self, weight: Array) -> Array:
         """Return the weight in the dtype and the placement of the product."""
@@ -84,15 +87,18 @@ class WeightUse:
 
     @property
     def by_device(self) -> NamedSharding:
-        """Placement of ``[D, C, ...]`` arrays: a sum for each of the devices that have different tokens, placed as the gathered weight."""
-        return NamedSharding(self.stored.mesh, PartitionSpec(STREAMS, "cp", *self.gathered.spec))
+        """Placement of ``[D, C, out, in]`` or ``[D, C, in, out]`` arrays: a sum for each of the devices that have different tokens."""
+        spec = self.gathered.spec
+        return NamedSharding(
+            self.stored.mesh, PartitionSpec(STREAMS, "cp", *(reversed(spec) if self.input_first else spec))
+        )
 
     def sum_of_devices(self, sums: Array, weight: Array) -> Array:
-        """Return the sum of a ``[D, C, ...]`` array over devices, as the weight is stored: one reduce-scatter."""
+        """Return the sum of :attr:`by_device` arrays over devices, as the weight is stored: one reduce-scatter."""
         mesh, spec = self.stored.mesh, self.stored.spec
 
         def of_device(local: Array) -> Array:
-            total = local[0, 0]
+            total = local[0, 0].T if self.input_first else local[0, 0]
             if ways(mesh, SHARDS) > 1 and SHARDS in spec:
                 total = lax.psum_scatter(total, SHARDS, scatter_dimension=spec.index(SHARDS), tiled=True)
             elif ways(mesh, SHARDS) > 1:
@@ -120,18 +126,14 @@ def _linear_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tup
 def _linear_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = saved
     grad_x = jnp.einsum("dto,oi->dti", grad, use.gather(weight)).astype(x.dtype)
-    grad_weight = _outer("dto,dti->oi", grad, x.astype(use.dtype), use)
+    x = x.astype(use.dtype)
+    if use.input_first:
+        grad_weight = jnp.einsum("dti,dto->io", x, grad, preferred_element_type=use.reduce)
+        # The barrier keeps XLA from exchanging the operands instead of transposing the result.
+        grad_weight = lax.optimization_barrier(grad_weight).T
+    else:
+        grad_weight = jnp.einsum("dto,dti->oi", grad, x, preferred_element_type=use.reduce)
     return grad_x, use.sum(grad_weight, weight)
-
-
-def _outer(subscripts: str, grad: Array, x: Array, use: WeightUse) -> Array:
-    """Return the gradient of a weight. XLA transposes the first operand on a CPU: without conversions, let it be the narrower one."""
-    if grad.shape[-1] <= x.shape[-1] or x.dtype != use.reduce:
-        return jnp.einsum(subscripts, grad, x, preferred_element_type=use.reduce)
-    operands, result = subscripts.split("->")
-    first, second = operands.split(",")
-    swapped = f"{second},{first}->{result[:-2]}{result[-1]}{result[-2]}"
-    return jnp.einsum(swapped, x, grad, preferred_element_type=use.reduce).swapaxes(-1, -2)
 
 
 _trained_linear.defvjp(_linear_forward, _linear_backward)
@@ -177,9 +179,10 @@ def gathered_linear(weight: Array, use: WeightUse) -> Product:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _device_sums(weight: Array, use: WeightUse) -> Array:
-    """Return zeros ``[D, C, out, in]``: their gradient is the sum over the tokens of each device, and becomes that of the weight."""
+    """Return zeros, placed by :attr:`WeightUse.by_device`: their gradient is the sum over the tokens of each device, then of the weight."""
     mesh = use.stored.mesh
-    zeros = jnp.zeros((ways(mesh, STREAMS), mesh.shape["cp"], *weight.shape), use.reduce)
+    shape = reversed(weight.shape) if use.input_first else weight.shape
+    zeros = jnp.zeros((ways(mesh, STREAMS), mesh.shape["cp"], *shape), use.reduce)
     return lax.with_sharding_constraint(zeros, use.by_device)
 
 
@@ -213,7 +216,8 @@ def _loop_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> t
     # No sum over devices here: it would be one for each chunk.
     parts = use.stored.mesh.shape["cp"]
     grad, x = (each.reshape(len(each), parts, -1, each.shape[-1]) for each in (grad, x.astype(use.dtype)))
-    sums = _outer("dcto,dcti->dcoi", grad, x, use)
+    order = "dcti,dcto->dcio" if use.input_first else "dcti,dcto->dcoi"
+    sums = jnp.einsum(order, x, grad, preferred_element_type=use.reduce)
     return grad_x, None, lax.with_sharding_constraint(sums, use.by_device), None
 
 

@@ -80,20 +80,24 @@ class ModelSpec:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the devices are CPUs."""
-        return bool(self.mesh.devices.flat[0].platform == "cpu")
+        """Whether the devices are CPUs; a mesh without devices has none."""
+        return isinstance(self.mesh, Mesh) and bool(self.mesh.devices.flat[0].platform == "cpu")
 
     def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
         """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
         rows = name.startswith(LAYER)
         stored = stored_spec(name, (1, *shape) if rows else shape, self.mesh)
         stored = row_spec(stored) if rows else stored
+        compute = jnp.dtype(dtype or self.numbers.compute).name
+        wide = len(shape) == 2 and shape[0] > shape[1]
         return WeightUse(
-            jnp.dtype(dtype or self.numbers.compute).name,
+            compute,
             self.numbers.reduce,
             NamedSharding(self.mesh, stored),
             NamedSharding(self.mesh, gathered_spec(stored)),
             self.trained,
+            # Conversions to another dtype copy the operands anyway.
+            input_first=wide and self.on_cpu and compute == self.numbers.reduce,
         )
 
     def use_of_factors(self, dtype: Any = None) -> FactorUse:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from areal.api.batch import IGNORE_INDEX
 from areal.engine.jax.lora.contribution import add_adapters
@@ -24,6 +25,8 @@ _CHUNK = 512
 """Most rows whose logits are computed at a time."""
 
 _HEAD = HEAD.removesuffix(".weight")
+_LOG_SUM_EXP = "log-sum-exp"
+"""Name of the log-sum-exp of logits, which is kept for the backward."""
 
 
 class Rows(NamedTuple):
@@ -116,13 +119,15 @@ def _of_head(
         logits = _logits(spec, params, product(states, known), states, temperature, slots)
         return _statistics(logits, targets, wanted)
 
+    keep = jax.checkpoint_policies.save_only_these_names(_LOG_SUM_EXP)
+
     def loop(weight: Array, products: Array | None, arrays: _Chunk) -> Outputs:
         of = functools.partial(of_chunk, gathered_linear(weight, use), products)
         # In a loop nothing can be computed once for both passes; a barrier against it would keep unused arrays.
-        return _by_chunks(jax.checkpoint(of, prevent_cse=False), arrays, parts, size)
+        return _by_chunks(jax.checkpoint(of, prevent_cse=False, policy=keep), arrays, parts, size)
 
     # The backward gathers the weight again: a gathered weight is not kept.
-    return jax.checkpoint(loop)(weight, products, (hidden, rows.targets, rows.temperature, slots))
+    return jax.checkpoint(loop, policy=keep)(weight, products, (hidden, rows.targets, rows.temperature, slots))
 
 
 def _by_chunks(of: Callable[[tuple[Array, _Chunk]], Outputs], arrays: _Chunk, parts: int, size: int) -> Outputs:
@@ -150,7 +155,7 @@ def _by_chunks(of: Callable[[tuple[Array, _Chunk]], Outputs], arrays: _Chunk, pa
 def _statistics(logits: Array, targets: Array, wanted: Wanted) -> Outputs:
     """Return log-probs, entropy and top-k of logits ``[D, R, V]``."""
     out: Outputs = {}
-    lse = jax.nn.logsumexp(logits, -1)
+    lse = _log_sum_exp(logits)
     if "logprobs" in wanted.names:
         columns = targets if targets.ndim == 3 else targets[..., None]
         known = (columns >= 0) & (columns < logits.shape[-1])
@@ -164,3 +169,22 @@ def _statistics(logits: Array, targets: Array, wanted: Wanted) -> Outputs:
         best, out["topk_ids"] = lax.top_k(logits, wanted.topk)
         out["topk"] = best - lse[..., None]
     return out
+
+
+@jax.custom_vjp
+def _log_sum_exp(x: Array) -> Array:
+    """Return the logarithm of the sum of exponentials over the last dimension. The backward keeps it, and makes one pass over ``x``."""
+    return _log_sum_exp_forward(x)[0]
+
+
+def _log_sum_exp_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
+    lse = checkpoint_name(jax.nn.logsumexp(x, -1), _LOG_SUM_EXP)
+    return lse, (x, lse)
+
+
+def _log_sum_exp_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array]:
+    x, lse = saved
+    return (jnp.exp(x - lse[..., None]) * grad[..., None],)
+
+
+_log_sum_exp.defvjp(_log_sum_exp_forward, _log_sum_exp_backward)
