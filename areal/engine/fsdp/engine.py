@@ -32,7 +32,7 @@ from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
 from areal.engine.fsdp.pipeline.schedule_specs import check_pipeline_attention, choose_schedule
 from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
 from areal.engine.fsdp.router import fsdp_expert_info, watch_routers, why_no_router
-from areal.engine.fsdp.tensor_parallel import check_plan
+from areal.engine.fsdp.tensor_plans import check_plan
 from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a table for each model family that says which weights are split over ranks.
+"""Tensor parallelism: modules split over ranks. The tables of :mod:`~areal.engine.fsdp.tensor_plans` name those of each model family.
 
 Linear layers are split by columns and then by rows (Shoeybi et al., 2019). Between them, ranks divide the tokens
 (sequence parallelism, Korthikanti et al., 2022): a block gathers the tokens at its input and reduce-scatters its
@@ -11,22 +11,19 @@ ranks: every rank then keeps all of them, and computes the one that its query he
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from transformers import PretrainedConfig
 
-from areal.api.parallel import ParallelDims
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.fsdp.gathered_tokens import GatheredTokens
-from areal.engine.model.packed_lm import PackedCausalLM
-from areal.engine.torch.pipeline_split import PassThrough
 from areal.utils.collectives import ReduceScatterRows
 from areal.utils.dtensor import local_part, local_shard
 from areal.utils.functional.product import linear_product
@@ -98,19 +95,7 @@ class TensorParallel:
 
     def norm(self, module: Any) -> None:
         """Apply an elementwise layer to this rank's tokens or heads. Its gradient is a partial sum over ranks."""
-        self._distribute(module, **{name: Replicate() for name in module._parameters})
-        inner = module.forward
-
-        def forward(x: Tensor) -> Any:
-            # The layer's own forward computes with local tensors: swap them in for the call.
-            dtensors = dict(module._parameters)
-            module._parameters.update({name: local_part(p, Partial()) for name, p in dtensors.items()})  # type: ignore[misc]
-            try:
-                return inner(x)
-            finally:
-                module._parameters.update(dtensors)
-
-        module.forward = forward
+        self.with_local(module, {module: self.replicate(module)})
 
     def tower(self, module: Any) -> None:
         """Encode all images on every rank. The gradient of a rank is that of the tokens it has: a partial sum over ranks."""
@@ -152,6 +137,66 @@ class TensorParallel:
         self._distribute(module, weight=Replicate(), bias=Replicate())
         module.forward = lambda x: linear_product(x, local_part(module.weight), local_part(module.bias))
 
+    # ---- parts of other kinds
+
+    def stacked_columns(self, module: Any, sizes: Sequence[int]) -> None:
+        """Split a linear layer of a block whose weight is several matrices, one below the other, into columns of each.
+
+        Every rank keeps the whole weight, of which it computes its rows of each matrix: the gradient is a partial sum over ranks.
+
+        Args:
+            module: the layer.
+            sizes: rows of the matrices.
+        """
+        self._distribute(module, weight=Replicate(), bias=Replicate())
+        rows = module.computed_rows = self.rows_of_each(sizes)
+        linear = self._tokens[id(module)].linear
+
+        def forward(x: Tensor) -> Tensor:
+            weight, bias = (local_part(each, Partial()) for each in (module.weight, module.bias))
+            return linear(x, take_rows(weight, rows), None if bias is None else take_rows(bias, rows))
+
+        module.forward = forward
+
+    def rows_of_each(self, sizes: Sequence[int]) -> tuple[slice, ...]:
+        """Return this rank's rows of matrices that lie one below the other."""
+        starts = [0, *itertools.accumulate(sizes)]
+        parts = [n // self.size for n in sizes]
+        return tuple(
+            slice(start + self.rank * n, start + (self.rank + 1) * n) for start, n in zip(starts, parts, strict=False)
+        )
+
+    def replicate(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Keep the parameters of a module on every rank. Returns what its forward computes with; its gradient is a partial sum."""
+        self._distribute(module, **{name: Replicate() for name in module._parameters})
+        return lambda parameter: local_part(parameter, Partial())
+
+    def divide(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Divide the first dimension of a module's own parameters. Returns what its forward computes with: this rank's part."""
+        self._distribute(module, **{name: Shard(0) for name in module._parameters})
+        return local_part
+
+    def with_local(self, module: Any, local: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> None:
+        """Let the forward of a module compute with local tensors.
+
+        Args:
+            module: the module.
+            local: for itself and for modules whose parameters it reads, a function from a parameter to what takes its place.
+        """
+        inner = module.forward
+
+        def forward(*args: Any, **options: Any) -> Any:
+            kept = [(each._parameters, dict(each._parameters)) for each in local]
+            for (parameters, before), of in zip(kept, local.values(), strict=True):
+                parameters.update({name: of(p) for name, p in before.items() if p is not None})  # type: ignore[misc]
+            try:
+                return inner(*args, **options)
+            finally:
+                for parameters, before in kept:
+                    parameters.update(before)
+
+        module.forward = forward
+
     def _distribute(self, module: nn.Module, **placements: Placement) -> None:
         """Replace parameters by DTensors with these placements."""
         for name, placement in placements.items():
@@ -168,117 +213,9 @@ class TensorParallel:
 
 
 ParallelStyle = Callable[[TensorParallel, Any], None]
-
-DENSE: Mapping[str, ParallelStyle] = {
-    "model.embed_tokens": TensorParallel.embedding,
-    "model.layers.*.input_layernorm": TensorParallel.norm,
-    "model.layers.*.self_attn": TensorParallel.block,
-    "model.layers.*.self_attn.q_proj": TensorParallel.columns,
-    "model.layers.*.self_attn.[kv]_proj": TensorParallel.key_heads,
-    "model.layers.*.self_attn.[qk]_norm": TensorParallel.norm,
-    "model.layers.*.self_attn.o_proj": TensorParallel.rows,
-    "model.layers.*.post_attention_layernorm": TensorParallel.norm,
-    "model.layers.*.mlp": TensorParallel.block,
-    "model.layers.*.mlp.gate_proj": TensorParallel.columns,
-    "model.layers.*.mlp.up_proj": TensorParallel.columns,
-    "model.layers.*.mlp.down_proj": TensorParallel.rows,
-    "model.norm": TensorParallel.last_norm,
-    "lm_head": TensorParallel.head,
-}
-"""Pre-norm decoders with gated MLPs and any number of key-value heads."""
-
-WITH_IMAGES: Mapping[str, ParallelStyle] = {
-    **{name.replace("model.", "model.language_model.", 1): style for name, style in DENSE.items()},
-    "model.visual.*": TensorParallel.tower,
-}
-"""The same decoders behind a vision tower."""
-
-PLANS: Mapping[str, Mapping[str, ParallelStyle]] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_vl"), WITH_IMAGES),
-}
-"""Plan by model type. A plan lists every module with parameters, and the blocks around them."""
+"""Splits a module in place."""
 
 
-def check_plan(config: PretrainedConfig, dims: ParallelDims, *, packed: bool) -> None:
-    """Check that a model can be split over the tensor-parallel ranks of a layout.
-
-    Raises:
-        ValueError: the family does not have a plan, or a number of its configuration does not fit the layout.
-    """
-    size = dims.tp
-    if size == 1:
-        return
-    if config.model_type not in PLANS:
-        raise ValueError(
-            f"model type {config.model_type!r} has no tensor-parallel plan on the fsdp engine, which has some for "
-            f"{', '.join(sorted(PLANS))}: leave t out, use the megatron engine, or add a plan to areal.engine.fsdp.tensor_parallel"
-        )
-    # Divided tokens need a stream without rows.
-    if not packed:
-        raise ValueError(
-            "fsdp.attention = 'rows' with t: tensor parallelism needs packed attention; leave one of the two out"
-        )
-    config = config.get_text_config()
-    # Heads and columns are split evenly. Key-value heads may also be fewer than the ranks, if these divide by them.
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        number = getattr(config, name)
-        if number % size and not (name == "num_key_value_heads" and size % number == 0):
-            raise ValueError(
-                f"{name} = {number} does not divide over {size} tensor-parallel ranks: choose a t that divides it"
-                + (", or a multiple of it" if name == "num_key_value_heads" else "")
-            )
-    _check_vocabulary(config, dims)
-
-
-def _check_vocabulary(config: PretrainedConfig, dims: ParallelDims) -> None:
-    """Check the split of the vocabulary, which may be uneven.
-
-    Raises:
-        ValueError: a rank would not have any row, or the columns of uneven rows cannot be sharded.
-    """
-    vocabulary, size = config.vocab_size, dims.tp
-    if vocabulary % size == 0:
-        return
-    # All ranks but the last few have equally many rows.
-    rows = -(-vocabulary // size)
-    if (size - 1) * rows >= vocabulary:
-        raise ValueError(
-            f"vocab_size = {vocabulary} leaves a rank of {size} tensor-parallel ranks without rows: choose a smaller t"
-        )
-    # FSDP shards the columns of unevenly split rows, see parallelize().
-    shards = dims.dp_shard * dims.cp
-    if config.hidden_size % shards:
-        raise ValueError(
-            f"backend = '{dims}': vocab_size = {vocabulary} does not divide over {size} tensor-parallel ranks, and "
-            f"hidden_size = {config.hidden_size} not over the {shards} ranks that shard each of its slices; "
-            "choose a t that divides the first, or d * c that divides the second"
-        )
-
-
-def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
-    """Split a model that :func:`check_plan` accepts, in place. The model may be on the meta device.
-
-    Args:
-        model: full model or one pipeline stage.
-        mesh: mesh axis ``tp``.
-
-    Raises:
-        ValueError: the family's plan does not cover a parameter.
-    """
-    config = model.hf.config
-    parallel, plan = TensorParallel(mesh, config.get_text_config().num_key_value_heads), PLANS[config.model_type]
-    for name, module in model.hf.named_modules():
-        for pattern, style in plan.items():
-            if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, PassThrough):
-                style(parallel, module)
-    # The value head is small: every rank computes it on all tokens.
-    if model.value_head is not None:
-        parallel.replicated(model.value_head)
-    model.vocab_group = parallel.group
-    # A parameter outside the plan would be wrong silently.
-    missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if missing:
-        raise ValueError(
-            f"the tensor-parallel plan of {config.model_type!r} leaves out {missing[0]}: add it to the plan"
-        )
+def take_rows(x: Tensor, rows: Sequence[slice]) -> Tensor:
+    """Return several ranges of rows of a tensor, end to end."""
+    return torch.cat([x[some] for some in rows])

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, SaveLoadMeta, TokenOutputs
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.engine.batch_rules import rules_of
-from areal.engine.fsdp.tensor_parallel import PLANS
+from areal.engine.fsdp.tensor_plans import PLANS
 from areal.tests.grid.compare import assert_rows, assert_tensors
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import adapter_dir

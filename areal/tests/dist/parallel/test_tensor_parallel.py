@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from areal.api import FinetuneSpec, ParallelDims, SaveLoadMeta, TopK
-from areal.engine.fsdp.tensor_parallel import PLANS, check_plan
+from areal.engine.fsdp.tensor_plans import PLANS, check_plan
 from areal.engine.registry import create_engine
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
@@ -229,7 +229,7 @@ def test_incomplete_tensor_parallel_plan_raises() -> None:
     plan = {pattern: kind for pattern, kind in PLANS["qwen3"].items() if "[qk]_norm" not in pattern}
     settings = config("fsdp:t2", path=model_dir("qwen3"))
     with (
-        mock.patch("areal.engine.fsdp.tensor_parallel.PLANS", {"qwen3": plan}),
+        mock.patch("areal.engine.fsdp.tensor_plans.PLANS", {"qwen3": plan}),
         create_engine(settings) as engine,
         pytest.raises(ValueError, match=r"leaves out .*q_norm.weight"),
     ):

@@ -46,7 +46,7 @@ def norm_of_half_the_weights(right: Function) -> Function:
     return lambda grad: right(grad)[:-1]
 
 
-@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", LOOP)
+@mutant("areal.engine.fsdp.tensor_plans:split_tensors", LOOP)
 def head_gradient_summed(right: Function) -> Function:
     """The gradient of the last hidden state, which is complete on every rank, is summed over ranks."""
 
@@ -64,7 +64,7 @@ def head_gradient_summed(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", LOOP)
+@mutant("areal.engine.fsdp.tensor_plans:split_tensors", LOOP)
 def first_rows_only(right: Function) -> Function:
     """Every rank looks up tokens as if it had the first rows of the vocabulary."""
 
@@ -87,7 +87,7 @@ def last_offset_of_even_vocabulary(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", OUTPUTS)
+@mutant("areal.engine.fsdp.tensor_plans:split_tensors", OUTPUTS)
 def last_embedding_of_even_vocabulary(right: Function) -> Function:
     """The first token id in the last rank's embedding is computed from its own number of rows."""
 
@@ -125,7 +125,7 @@ def _replicated_heads(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "computed_rows")]
 
 
-@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", KEY_HEADS)
+@mutant("areal.engine.fsdp.tensor_plans:split_tensors", KEY_HEADS)
 def key_head_gradient_of_one_rank(right: Function) -> Function:
     """The gradient of a key head is not summed over the ranks that compute it."""
 
@@ -137,7 +137,7 @@ def key_head_gradient_of_one_rank(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", KEY_HEADS)
+@mutant("areal.engine.fsdp.tensor_plans:split_tensors", KEY_HEADS)
 def neighbours_key_head(right: Function) -> Function:
     """Neighbouring ranks compute different key heads."""
 
