@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def local_part(tensor: Tensor | None, gradient: Placement | None = None) -> Any:
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=None if gradient is None else [gradient])
+
+
+def take_rows(x: Tensor, rows: Sequence[slice]) -> Tensor:
+    """Return ranges of rows of a tensor, end to end; one range is a view."""
+    return x[rows[0]] if len(rows) == 1 else torch.cat([x[some] for some in rows])
 
 
 def reshard(model: nn.Module) -> None:

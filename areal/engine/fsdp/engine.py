@@ -308,7 +308,7 @@ class FSDPEngine(BaseTrainEngine):
                     part.requires_grad_(False)
         if model.recurrence is not None and not self._rows:
             check_whole_runs(model.recurrence, self.dims, hf_config.model_type)
-            check_heads(hf, hf_config.model_type, self.dims.cp)
+            check_heads(hf, hf_config.model_type, self.dims)
             check_sharing(config.mb_spec, possible=model.recurrence.tokens != WHOLE_RUNS)
         return model
 

@@ -124,7 +124,7 @@ def _with_adapter(inner: Callable[[Tensor], Tensor], slot: _AdapterSlot) -> Call
 def _tensor_parallel_split(linear: Any, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
     weight = linear.weight
     placement = weight.placements[-1] if tp is not None and isinstance(weight, DTensor) else None
-    # Fewer key heads than ranks: each rank computes one of the heads, with replicated factors.
+    # A replicated layer of which each rank computes some rows, with replicated factors.
     computed_rows = getattr(linear, "computed_rows", None)
     if computed_rows is not None:
         return TensorParallelSplit(down_summed=True, up_summed=True, up_rows=computed_rows)

@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.fsdp.gathered_tokens import GatheredTokens
 from areal.utils.collectives import ReduceScatterRows
-from areal.utils.dtensor import local_part, local_shard
+from areal.utils.dtensor import local_part, local_shard, take_rows
 from areal.utils.functional.product import linear_product
 
 
@@ -73,14 +72,7 @@ class TensorParallel:
         self._distribute(module, weight=Replicate(), bias=Replicate())
         # Ranks with neighbouring query heads use the same key head.
         width, head = len(module.weight) // self.kv_heads, self.rank * self.kv_heads // self.size
-        rows = module.computed_rows = slice(head * width, (head + 1) * width)
-        linear = self._tokens[id(module)].linear
-
-        def forward(x: Tensor) -> Tensor:
-            bias = None if module.bias is None else local_part(module.bias, Partial())[rows]
-            return linear(x, local_part(module.weight, Partial())[rows], bias)
-
-        module.forward = forward
+        self._compute_rows(module, [slice(head * width, (head + 1) * width)])
 
     def rows(self, module: Any) -> None:
         """Split a linear layer by rows: each rank has some inputs. Outputs are reduce-scattered over tokens."""
@@ -117,6 +109,8 @@ class TensorParallel:
         # The padding row does not get a gradient, as in torch's embedding.
         padding = module.padding_idx
         padding = padding - start if padding is not None and start <= padding < stop else None
+        # Gemma multiplies by a constant.
+        scale = getattr(module, "embed_scale", None)
 
         def forward(ids: Tensor) -> Tensor:
             # Ids of other ranks give zeros, so that the sum over ranks is the embedding.
@@ -124,6 +118,7 @@ class TensorParallel:
             rows = F.embedding((ids - start).masked_fill(~is_local, 0), local_part(module.weight), padding).masked_fill(
                 ~is_local[..., None], 0
             )
+            rows = rows if scale is None else rows * module.embed_scale.to(rows.dtype)
             return ReduceScatterRows.apply(rows[0], self.group)[None]
 
         module.forward = forward
@@ -149,22 +144,13 @@ class TensorParallel:
             sizes: rows of the matrices.
         """
         self._distribute(module, weight=Replicate(), bias=Replicate())
-        rows = module.computed_rows = self.rows_of_each(sizes)
-        linear = self._tokens[id(module)].linear
+        self._compute_rows(module, self.rows_of_each(sizes))
 
-        def forward(x: Tensor) -> Tensor:
-            weight, bias = (local_part(each, Partial()) for each in (module.weight, module.bias))
-            return linear(x, take_rows(weight, rows), None if bias is None else take_rows(bias, rows))
-
-        module.forward = forward
-
-    def rows_of_each(self, sizes: Sequence[int]) -> tuple[slice, ...]:
+    def rows_of_each(self, sizes: Sequence[int]) -> list[slice]:
         """Return this rank's rows of matrices that lie one below the other."""
-        starts = [0, *itertools.accumulate(sizes)]
+        starts = [end - n for end, n in zip(itertools.accumulate(sizes), sizes, strict=True)]
         parts = [n // self.size for n in sizes]
-        return tuple(
-            slice(start + self.rank * n, start + (self.rank + 1) * n) for start, n in zip(starts, parts, strict=False)
-        )
+        return [slice(a + self.rank * n, a + (self.rank + 1) * n) for a, n in zip(starts, parts, strict=True)]
 
     def replicate(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """Keep the parameters of a module on every rank. Returns what its forward computes with; its gradient is a partial sum."""
@@ -197,6 +183,17 @@ class TensorParallel:
 
         module.forward = forward
 
+    def _compute_rows(self, module: Any, rows: list[slice]) -> None:
+        """Compute some rows of a replicated linear layer of a block. Its gradient is a partial sum over ranks."""
+        module.computed_rows = rows
+        linear = self._tokens[id(module)].linear
+
+        def forward(x: Tensor) -> Tensor:
+            weight, bias = (local_part(each, Partial()) for each in (module.weight, module.bias))
+            return linear(x, take_rows(weight, rows), None if bias is None else take_rows(bias, rows))
+
+        module.forward = forward
+
     def _distribute(self, module: nn.Module, **placements: Placement) -> None:
         """Replace parameters by DTensors with these placements."""
         for name, placement in placements.items():
@@ -214,8 +211,3 @@ class TensorParallel:
 
 ParallelStyle = Callable[[TensorParallel, Any], None]
 """Splits a module in place."""
-
-
-def take_rows(x: Tensor, rows: Sequence[slice]) -> Tensor:
-    """Return several ranges of rows of a tensor, end to end."""
-    return torch.cat([x[some] for some in rows])

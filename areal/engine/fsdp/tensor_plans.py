@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
+from areal.engine.fsdp import recurrent_tensors
 from areal.engine.fsdp.tensor_parallel import ParallelStyle, TensorParallel
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.torch.pipeline_split import PassThrough
@@ -32,17 +34,76 @@ DENSE: Mapping[str, ParallelStyle] = {
 }
 """Pre-norm decoders with gated MLPs and any number of key-value heads."""
 
-WITH_IMAGES: Mapping[str, ParallelStyle] = {
-    **{name.replace("model.", "model.language_model.", 1): style for name, style in DENSE.items()},
-    "model.visual.*": TensorParallel.tower,
+DELTA_RULE: Mapping[str, ParallelStyle] = {**DENSE, "model.layers.*.linear_attn": recurrent_tensors.delta_rule}
+"""The same decoders, in which some layers have the gated delta rule in place of attention."""
+
+SHORT_CONVOLUTION: Mapping[str, ParallelStyle] = {
+    "model.embed_tokens": TensorParallel.embedding,
+    "model.layers.*.operator_norm": TensorParallel.norm,
+    "model.layers.*.conv": recurrent_tensors.short_convolution,
+    "model.layers.*.self_attn": TensorParallel.block,
+    "model.layers.*.self_attn.q_proj": TensorParallel.columns,
+    "model.layers.*.self_attn.[kv]_proj": TensorParallel.key_heads,
+    "model.layers.*.self_attn.[qk]_layernorm": TensorParallel.norm,
+    "model.layers.*.self_attn.out_proj": TensorParallel.rows,
+    "model.layers.*.ffn_norm": TensorParallel.norm,
+    "model.layers.*.feed_forward": TensorParallel.block,
+    "model.layers.*.feed_forward.w[13]": TensorParallel.columns,
+    "model.layers.*.feed_forward.w2": TensorParallel.rows,
+    "model.embedding_norm": TensorParallel.last_norm,
+    "lm_head": TensorParallel.head,
 }
-"""The same decoders behind a vision tower."""
+"""LFM2."""
+
+
+def _mixer(parallel: TensorParallel, module: Any) -> None:
+    (recurrent_tensors.mamba2 if hasattr(module, "conv1d") else TensorParallel.block)(parallel, module)
+
+
+MAMBA2: Mapping[str, ParallelStyle] = {
+    "model.embeddings": TensorParallel.embedding,
+    "model.layers.*.norm": TensorParallel.norm,
+    "model.layers.*.mixer": _mixer,
+    "model.layers.*.mixer.q_proj": TensorParallel.columns,
+    "model.layers.*.mixer.[kv]_proj": TensorParallel.key_heads,
+    "model.layers.*.mixer.o_proj": TensorParallel.rows,
+    "model.layers.*.mixer.up_proj": TensorParallel.columns,
+    "model.layers.*.mixer.down_proj": TensorParallel.rows,
+    "model.norm_f": TensorParallel.last_norm,
+    "lm_head": TensorParallel.head,
+}
+"""Nemotron-H without experts."""
+
+GEMMA: Mapping[str, ParallelStyle] = {**DENSE, "model.layers.*.p*_feedforward_layernorm": TensorParallel.norm}
+"""Gemma 3, with norms after attention and MLP, too."""
+
+
+def _behind_images(plan: Mapping[str, ParallelStyle], *towers: str) -> Mapping[str, ParallelStyle]:
+    """Return the plan of a decoder behind a tower."""
+    return {
+        **{name.replace("model.", "model.language_model.", 1): style for name, style in plan.items()},
+        **dict.fromkeys(towers, TensorParallel.tower),
+    }
+
 
 PLANS: Mapping[str, Mapping[str, ParallelStyle]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_vl"), WITH_IMAGES),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_vl"), _behind_images(DENSE, "model.visual.**")),
+    "qwen3_5_text": DELTA_RULE,
+    "qwen3_5": _behind_images(DELTA_RULE, "model.visual.**"),
+    "lfm2": SHORT_CONVOLUTION,
+    "nemotron_h": MAMBA2,
+    "gemma3_text": GEMMA,
+    "gemma3": _behind_images(GEMMA, "model.vision_tower.**", "model.multi_modal_projector.**"),
 }
-"""Plan by model type. A plan lists every module with parameters, and the blocks around them."""
+"""Plan by model type. A plan lists every module with parameters, and the blocks around them, by patterns of dotted names."""
+
+DIVIDED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5"), ("linear_num_key_heads", "linear_num_value_heads")),
+    "lfm2": ("hidden_size",),
+    "nemotron_h": ("mamba_num_heads", "n_groups"),
+}
+"""Numbers of the configuration that the ranks divide in recurrent layers, by model type."""
 
 
 def check_plan(config: PretrainedConfig, dims: ParallelDims, *, packed: bool) -> None:
@@ -64,9 +125,13 @@ def check_plan(config: PretrainedConfig, dims: ParallelDims, *, packed: bool) ->
         raise ValueError(
             "fsdp.attention = 'rows' with t: tensor parallelism needs packed attention; leave one of the two out"
         )
-    config = config.get_text_config()
+    model_type, config = config.model_type, config.get_text_config()
+    if "moe" in getattr(config, "layers_block_type", ()):
+        raise ValueError(
+            f"layers_block_type of {model_type!r} has 'moe': tensor parallelism on the fsdp engine has no experts; leave t out"
+        )
     # Heads and columns are split evenly. Key-value heads may also be fewer than the ranks, if these divide by them.
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", *DIVIDED.get(model_type, ())):
         number = getattr(config, name)
         if number % size and not (name == "num_key_value_heads" and size % number == 0):
             raise ValueError(
@@ -101,6 +166,15 @@ def _check_vocabulary(config: PretrainedConfig, dims: ParallelDims) -> None:
         )
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether the parts of a dotted name match those of a pattern; a last ``**`` matches any number of parts."""
+    names, patterns = name.split("."), pattern.split(".")
+    if patterns[-1] == "**":
+        patterns = patterns[:-1]
+        names = names[: len(patterns)]
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
 def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
     """Split a model that :func:`check_plan` accepts, in place. The model may be on the meta device.
 
@@ -115,7 +189,7 @@ def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
     parallel, plan = TensorParallel(mesh, config.get_text_config().num_key_value_heads), PLANS[config.model_type]
     for name, module in model.hf.named_modules():
         for pattern, style in plan.items():
-            if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, PassThrough):
+            if _matches(name, pattern) and not isinstance(module, PassThrough):
                 style(parallel, module)
     # The value head is small: every rank computes it on all tokens.
     if model.value_head is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from areal.engine.lora.adapter_plan import Target
 from areal.utils.collectives import all_gather_rows
-from areal.utils.dtensor import Box, full_box
+from areal.utils.dtensor import Box, full_box, take_rows
 from areal.utils.functional import HeadUpdate
 
 
@@ -31,7 +31,7 @@ class TensorParallelSplit:
         down_summed, up_summed: whether the gradient on one rank is a partial sum over tensor-parallel ranks.
         before_down: function applied to the layer's input ``[T, inputs]`` before ``A``, e.g. a collective.
         before_up: function applied to the product ``[T, rank]`` before ``B``.
-        up_rows: rows of a replicated ``B`` that give the outputs of the layer on this rank; ``None`` for all.
+        up_rows: ranges of rows of a replicated ``B`` that give the outputs of the layer on this rank; ``None`` for all.
     """
 
     down_dim: int | None = None
@@ -40,7 +40,7 @@ class TensorParallelSplit:
     up_summed: bool = False
     before_down: Callable[[Tensor], Tensor] = _identity
     before_up: Callable[[Tensor], Tensor] = _identity
-    up_rows: slice | None = None
+    up_rows: Sequence[slice] | None = None
 
 
 HEAD_SPLIT = TensorParallelSplit(up_dim=0)
@@ -159,7 +159,7 @@ class LowRank:
     def local_up(self) -> Tensor:
         """Return the rows of ``B`` that give the outputs of the layer on this rank."""
         rows = self.split.up_rows
-        return self.up.parameter if rows is None else self.up.parameter[rows]
+        return self.up.parameter if rows is None else take_rows(self.up.parameter, rows)
 
     def head_update(self) -> HeadUpdate:
         """Return the factors of an output head, which adds their product to its logits chunk by chunk."""

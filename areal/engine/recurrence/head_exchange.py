@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from areal.api.parallel import ParallelDims
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.gather_kv import zigzag_restore, zigzag_shard
 from areal.utils.collectives import ExchangeRows
@@ -66,20 +67,21 @@ class HeadExchange:
         return ExchangeRows.apply(blocks.contiguous(), one_each, one_each, self._cp.group)
 
 
-def check_heads(model: nn.Module, model_type: str, size: int) -> None:
-    """Check that the heads and channels of all recurrent layers divide over context-parallel ranks.
+def check_heads(model: nn.Module, model_type: str, dims: ParallelDims) -> None:
+    """Check that the heads and channels of all recurrent layers divide over context-parallel ranks, and before over tensor-parallel ones.
 
     Raises:
         ValueError: some do not.
     """
+    ranks = f"c{dims.cp}" if dims.tp == 1 else f"c{dims.cp}t{dims.tp}"
     for name, module in model.named_modules():
         numbers = {"channels of its convolution": module.out_channels} if isinstance(module, nn.Conv1d) else {}
         decay = getattr(module, "A_log", None)
         if isinstance(decay, Tensor):
             numbers["heads (or channels)"] = decay.shape[-1] if decay.ndim == 1 else decay.shape[-2]
         for what, number in numbers.items():
-            if number % size:
+            if number % (dims.cp * dims.tp):
                 raise ValueError(
-                    f"model_type = {model_type!r} with c{size}: the {number} {what} in {name} do not divide over {size} context-parallel "
-                    "ranks, which exchange tokens for heads in recurrent layers: choose a c that divides them"
+                    f"model_type = {model_type!r} with {ranks}: the {number} {what} in {name} do not divide over "
+                    f"{dims.cp * dims.tp} ranks, each of which computes some in recurrent layers: choose a layout that divides them"
                 )

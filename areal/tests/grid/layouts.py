@@ -67,8 +67,8 @@ _NOT_MEGATRON = ("gemma3_text",)
 _EXPERTS = ("qwen3_moe", "deepseek_v3")
 _DENSE = tuple(family for family in FAMILIES if family not in _EXPERTS)
 _SPLIT = (*_NOT_MEGATRON, "smollm")
-"""Families that tensor parallelism does not support: smollm has 9 heads."""
-_NO_PLAN = (*_SPLIT, *_EXPERTS)
+"""Families that tensor parallelism of Megatron does not support: smollm has 9 heads."""
+_NO_PLAN = ("smollm", *_EXPERTS)
 """Families that tensor parallelism of the FSDP engine does not support."""
 
 

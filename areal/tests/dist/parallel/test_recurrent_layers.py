@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, TokenOutputs
+from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, SaveLoadMeta, TokenOutputs
 from areal.engine.lora.peft_format import plan_adapter
 from areal.engine.recurrence import functions
 from areal.tests.grid.cases import CASES, samples
@@ -19,7 +21,7 @@ from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import adapter_dir
 from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
 from areal.tests.grid.reference import Reference
-from areal.tests.harness.tiny import family_dir, gradients_as_in_files, gradients_of, started, writing
+from areal.tests.harness.tiny import family_dir, gradients_as_in_files, gradients_of, same_bits, started, writing
 from areal.tests.harness.world import cached, record
 
 FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
@@ -27,6 +29,10 @@ FLOAT64: dict[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_
 
 def loss(out: TokenOutputs, batch: Batch) -> Tensor:
     return -(out.logprobs * batch["advantages"] * batch["loss_mask"]).sum()
+
+
+NO_EXPERTS = {"n_groups": 4, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+"""A Nemotron-H that can be split over ranks."""
 
 
 def expected(path: str, case: str) -> tuple[Any, list[Tensor]]:
@@ -39,9 +45,11 @@ def expected(path: str, case: str) -> tuple[Any, list[Tensor]]:
     return cached("recurrent", (path, case), compute)
 
 
-def check(family: str, backend: str, case: str = "ragged", **options: Any) -> None:
+def check(
+    family: str, backend: str, case: str = "ragged", changes: dict[str, Any] | None = None, **options: Any
+) -> None:
     """Compare the log-probs and all gradients of an engine with the reference."""
-    path = family_dir(family)
+    path = family_dir(family, **(changes or {}))
     gradients, logprobs = expected(path, case)
     options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=72), **FLOAT64, **options}
     # Small chunks, so that sequences cross the borders of many.
@@ -98,6 +106,30 @@ def test_layouts_of_layers_with_rows_compute_the_same(family: str, way: str) -> 
     check(family, f"fsdp:{way.partition('-')[0]}", **WAYS[way])
 
 
+SPLIT = {
+    "t2": {},
+    "t2-shared": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=72, share_prefixes=True)},
+    "t2-full": {"activation_checkpointing": "full"},
+    "p2t2": {},
+    "c2t2": {"fsdp": {"context_parallel": "ulysses"}},
+    "d2t2": {},
+}
+"""Options of an engine by its tensor-parallel layout and what they do."""
+
+
+@pytest.mark.parametrize("way", [marked(way) for way in SPLIT])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2"])
+def test_tensor_parallel_ranks_compute_the_same(family: str, way: str) -> None:
+    changes = NO_EXPERTS if family == "nemotron_h" else None
+    check(
+        family,
+        f"fsdp:{way.partition('-')[0]}",
+        "family" if "shared" in way else "ragged",
+        changes=changes,
+        **SPLIT[way],
+    )
+
+
 @pytest.mark.world(1)
 @pytest.mark.parametrize("family", sorted(RECURRENT_FAMILIES))
 def test_packed_sequences_are_those_of_transformers(family: str) -> None:
@@ -120,6 +152,33 @@ def test_adapters_of_recurrent_layers(family: str, way: str) -> None:
         engine.forward_backward(batch, loss, normalization="sum")
         error = assert_tensors(gradients_of(engine).items(), expected.gradients, 1e-10)
     record("recurrent layers: gradients of adapters", f"{family} {way}", error=f"{error:.0e}")
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_adapters_of_layers_that_ranks_split(family: str) -> None:
+    """Their factors follow the rows that a rank computes of a weight with several matrices."""
+    path = family_dir(family, **(NO_EXPERTS if family == "nemotron_h" else {}))
+    lora = LoRAConfig(rank=3, target_modules=["in_proj", "in_proj_qkv", "in_proj_z", "q_proj", "k_proj", "o_proj"])
+    with writing():
+        adapter = adapter_dir(path, lora)
+    batch = samples(CASES["ragged"])
+    expected = Reference(path, adapter=adapter).step(batch, loss, lambda batch: batch["loss_mask"].sum(), divide_by=1.0)
+    with float64_everywhere(), started("fsdp:t2", path=path, lora=lora, **FLOAT64) as engine:
+        engine.adapters.load(engine.adapters.selected, adapter)
+        engine.forward_backward(batch, loss, normalization="sum")
+        error = assert_tensors(gradients_of(engine).items(), expected.gradients, 1e-10)
+    record("recurrent layers: gradients of adapters", f"{family} t2", error=f"{error:.0e}")
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("family", "changes"), [("qwen3_5_text", {}), ("nemotron_h", NO_EXPERTS), ("lfm2", {})])
+def test_split_layers_save_what_they_loaded(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    path = family_dir(family, **changes)
+    on_disk = load_file(Path(path) / "model.safetensors")
+    with started("fsdp:t2", path=path) as engine:
+        engine.save(SaveLoadMeta(tmp_path / "saved"))
+        assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), on_disk)
 
 
 @pytest.mark.world(1)
@@ -173,10 +232,13 @@ def test_every_layer_calls_the_packed_functions_again_when_it_is_recomputed(way:
             {"linear_num_value_heads": 3, "linear_num_key_heads": 3},
             "3 heads.*do not divide over 2",
         ),
+        ("nemotron_h", "fsdp:t2", {}, "layers_block_type of 'nemotron_h' has 'moe'.*leave t out"),
+        ("nemotron_h", "fsdp:t2", {**NO_EXPERTS, "n_groups": 1}, "n_groups = 1 does not divide over 2"),
+        ("qwen3_5_text", "fsdp:t2", {"linear_num_key_heads": 1}, "linear_num_key_heads = 1 does not divide over 2"),
         ("minimax", "fsdp:c2", {}, "'minimax': in its recurrent layers each sequence is a row.*leave c out"),
         ("qwen3_next", "megatron:d2", {}, "qwen3_next"),
     ],
-    ids=["chain", "tensor", "heads", "rows", "megatron"],
+    ids=["chain", "tensor", "heads", "experts", "groups", "key heads", "rows", "megatron"],
 )
 def test_layouts_that_cannot_carry_the_state_are_refused(
     family: str, backend: str, changes: dict[str, Any], message: str

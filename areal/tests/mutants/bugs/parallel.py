@@ -132,7 +132,7 @@ def key_head_gradient_of_one_rank(right: Function) -> Function:
     def wrong(model: Any, mesh: Any) -> None:
         right(model, mesh)
         for module in _replicated_heads(model):
-            module.forward = lambda x, module=module: F.linear(x, local_part(module.weight)[module.computed_rows])
+            module.forward = lambda x, module=module: F.linear(x, local_part(module.weight)[module.computed_rows[0]])
 
     return wrong
 
@@ -144,7 +144,7 @@ def neighbours_key_head(right: Function) -> Function:
     def wrong(model: Any, mesh: Any) -> None:
         right(model, mesh)
         for module in _replicated_heads(model):
-            width = module.computed_rows.stop - module.computed_rows.start
+            width = module.computed_rows[0].stop - module.computed_rows[0].start
             start = mesh.get_local_rank() % (len(module.weight) // width) * width
             rows = slice(start, start + width)
             module.forward = lambda x, module=module, rows=rows: F.linear(x, local_part(module.weight, Partial())[rows])

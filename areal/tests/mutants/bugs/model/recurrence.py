@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from areal.engine.recurrence import functions
 from areal.tests.mutants.planting import Function, mutant
+from areal.utils.dtensor import local_part
 
 ALONE = "dist/parallel/test_recurrent_layers.py::test_packed_sequences_are_those_of_transformers[w1-{}]"
 REFUSED = "dist/parallel/test_recurrent_layers.py::test_layouts_that_cannot_carry_the_state_are_refused[w2-chain]"
+SPLIT = "dist/parallel/test_recurrent_layers.py::test_tensor_parallel_ranks_compute_the_same[{}]"
 LAYOUT = "dist/parallel/test_recurrent_layers.py::test_layouts_compute_the_same[{}]"
 
 
@@ -106,3 +108,29 @@ def layers_do_not_see_the_rows(right: Function) -> Function:
 def rows_are_joined_one_place_late(right: Function) -> Function:
     """A token gets the result of the token after it."""
     return lambda self, chunks: right(self, chunks.roll(-1, 1))
+
+
+@mutant(
+    "areal.engine.fsdp.tensor_parallel:TensorParallel.rows_of_each",
+    SPLIT.format("qwen3_5_text-t2"),
+    SPLIT.format("lfm2-t2"),
+)
+def rows_of_the_whole_stack(right: Function) -> Function:
+    """A rank computes consecutive rows of a weight that is several matrices, as if it were one."""
+
+    def wrong(self: Any, sizes: Any) -> list[slice]:
+        n = sum(sizes) // self.size
+        return [slice(self.rank * n, (self.rank + 1) * n)]
+
+    return wrong
+
+
+@mutant("areal.engine.fsdp.tensor_parallel:TensorParallel.replicate", SPLIT.format("nemotron_h-t2"))
+def kernel_gradient_of_one_rank(right: Function) -> Function:
+    """The gradient of a kernel, of which each rank computes some channels, is not summed over ranks."""
+
+    def wrong(self: Any, module: Any) -> Any:
+        local = right(self, module)
+        return local_part if isinstance(module, nn.Conv1d) else local
+
+    return wrong
