@@ -48,6 +48,8 @@ class RunChunks:
         counts: number of chunks of each depth, on the host.
         with_context: int64 ``[T + context * runs]``. Tokens of each run after the last tokens before it.
         after_context: int64 ``[T]``. Index of each token in ``with_context``.
+        cu_seqlens: int64 ``[runs + 1]``. Where runs begin, and ``T``, as kernels take it. ``None`` if a run continues from another one.
+        seq_idx: int32 ``[1, T]``. Number of each token's run, or ``None``.
     """
 
     sizes: ChunkSizes
@@ -57,6 +59,8 @@ class RunChunks:
     counts: tuple[int, ...]
     with_context: Tensor
     after_context: Tensor
+    cu_seqlens: Tensor | None
+    seq_idx: Tensor | None
 
     @classmethod
     def of(cls, stream: TokenStream, sizes: ChunkSizes) -> RunChunks:
@@ -92,6 +96,7 @@ class RunChunks:
             counts=tuple(len(each) for each in by_depth),
             with_context=with_context,
             after_context=after_context,
+            **_borders(before),
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> RunChunks:
@@ -103,6 +108,8 @@ class RunChunks:
             sources=tuple(fn(each) for each in self.sources),
             with_context=fn(self.with_context),
             after_context=fn(self.after_context),
+            cu_seqlens=None if self.cu_seqlens is None else fn(self.cu_seqlens),
+            seq_idx=None if self.seq_idx is None else fn(self.seq_idx),
         )
 
     def cut(self, x: Tensor) -> Tensor:
@@ -165,6 +172,16 @@ def _piece_starts(before: Tensor) -> list[int]:
     first[(continued[continued != _NONE] + 1).clamp(max=len(before) - 1)] = True
     starts: list[int] = first.nonzero().flatten().tolist()
     return starts
+
+
+def _borders(before: Tensor) -> dict[str, Tensor | None]:
+    """Return the fields ``cu_seqlens`` and ``seq_idx`` of :class:`RunChunks`."""
+    first = _begins_run(before)
+    starts = first.nonzero().flatten()
+    if (before[starts] != _NONE).any():
+        return {"cu_seqlens": None, "seq_idx": None}
+    seq_idx = (first.cumsum(0) - 1).to(torch.int32)[None]
+    return {"cu_seqlens": torch.cat([starts, torch.tensor([len(before)])]), "seq_idx": seq_idx}
 
 
 def _contexts(before: Tensor, context: int) -> tuple[Tensor, Tensor]:

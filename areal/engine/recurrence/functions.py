@@ -20,10 +20,9 @@ from transformers import PreTrainedModel
 
 from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.recurrence.chunks import ChunkSizes, RunChunks
-from areal.engine.recurrence.convolution import causal_convolution
-from areal.engine.recurrence.delta_rule import gated_delta_rule
 from areal.engine.recurrence.head_exchange import HeadExchange
-from areal.engine.recurrence.state_space import positive_steps, selective_scan, state_space_scan
+from areal.engine.recurrence.kernels import operations_on
+from areal.engine.recurrence.state_space import positive_steps, selective_scan
 
 _running: ContextVar[AttentionLayout | None] = ContextVar("layout of the running forward", default=None)
 
@@ -103,7 +102,8 @@ def _convolution(
     ranks = HeadExchange(layout.cp)
     (x,) = ranks.whole([hidden_states[0].transpose(0, 1)])
     bias = None if bias is None else ranks.part(bias)
-    out = causal_convolution(chunks, x.transpose(0, 1)[None], ranks.part(weight), bias, activation)
+    run = operations_on(x.device).convolution
+    out = run(chunks, x.transpose(0, 1)[None], ranks.part(weight), bias, activation)
     return ranks.own(out[0].transpose(0, 1)).transpose(0, 1)[None]
 
 
@@ -120,7 +120,8 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     ranks = HeadExchange(layout.cp)
     heads = ranks.whole([x[0] for x in (query, key, value, g, beta)])
-    return ranks.own(gated_delta_rule(chunks, *heads, normalize=use_qk_l2norm_in_kernel))[None], None
+    out = operations_on(value.device).delta_rule(chunks, *heads, normalize=use_qk_l2norm_in_kernel)
+    return ranks.own(out)[None], None
 
 
 def _mamba2(
@@ -141,7 +142,7 @@ def _mamba2(
     steps = positive_steps(dt, dt_bias, softplus=dt_softplus, limits=dt_limit)
     x, steps, b, c = ranks.whole([each[0] for each in (hidden_states, steps, B, C)])
     D = None if D is None else ranks.part(D)
-    return ranks.own(state_space_scan(chunks, x, steps, ranks.part(A), b, c, D))[None]
+    return ranks.own(operations_on(x.device).scan(chunks, x, steps, ranks.part(A), b, c, D))[None]
 
 
 def _mamba1(

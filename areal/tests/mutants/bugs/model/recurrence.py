@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from areal.utils.dtensor import local_part
 
 ALONE = "dist/parallel/test_recurrent_layers.py::test_packed_sequences_are_those_of_transformers[w1-{}]"
 REFUSED = "dist/parallel/test_recurrent_layers.py::test_layouts_that_cannot_carry_the_state_are_refused[w2-chain]"
+KERNEL = "unit/engine/recurrence/test_recurrent_kernels.py::test_{}"
 SPLIT = "dist/parallel/test_recurrent_layers.py::test_tensor_parallel_ranks_compute_the_same[{}]"
 LAYOUT = "dist/parallel/test_recurrent_layers.py::test_layouts_compute_the_same[{}]"
 
@@ -132,5 +134,30 @@ def kernel_gradient_of_one_rank(right: Function) -> Function:
     def wrong(self: Any, module: Any) -> Any:
         local = right(self, module)
         return local_part if isinstance(module, nn.Conv1d) else local
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.recurrence.kernels:_delta_rule",
+    KERNEL.format("delta_rule_of_flash_linear_attention[gated-sequences]"),
+)
+def borders_reach_the_convolution_alone(right: Function) -> Function:
+    """The kernel of a convolution gets the borders of sequences, and that of the delta rule does not."""
+
+    def wrong(packages: Any, chunks: Any, q: Tensor, *args: Any, **options: Any) -> Any:
+        return right(packages, dataclasses.replace(chunks, cu_seqlens=torch.tensor([0, len(q)])), q, *args, **options)
+
+    return wrong
+
+
+@mutant("areal.engine.recurrence.chunks:_borders", KERNEL.format("scan_of_mamba_ssm[branches]"))
+def branches_begin_anew_in_kernels(right: Function) -> Function:
+    """Kernels compute streams with shared prefixes, too: a branch begins without the state of its prefix."""
+
+    def wrong(before: Tensor) -> Any:
+        anew = before.clone()
+        anew[before != torch.arange(len(before)) - 1] = -1
+        return right(anew)
 
     return wrong
