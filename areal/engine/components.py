@@ -18,7 +18,6 @@ from areal.api.weights import WeightSource
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.moe.routing import ExpertRouting, no_experts
 from areal.engine.optimizer import GradientState
-from areal.engine.recurrence.chunks import WHOLE_RUNS
 from areal.engine.schedule import Schedule
 from areal.utils.data.images import ImageRules
 
@@ -199,7 +198,7 @@ class EngineComponents:
     def may_share(self) -> bool:
         """Whether the model can compute common prefixes once: each of its layers passes what it knows of a token to several others."""
         recurrence = self.context_parallel.recurrence
-        return not self.rows and (recurrence is None or recurrence.tokens != WHOLE_RUNS)
+        return not self.rows and (recurrence is None or not recurrence.whole_runs)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -46,7 +46,6 @@ from areal.engine.model.vision import attention_by_part, check_image_layout, vis
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, global_norm, scale, torch_optimizer
 from areal.engine.options import MODEL_OPTIONS
-from areal.engine.recurrence.chunks import WHOLE_RUNS
 from areal.engine.recurrence.head_exchange import check_heads
 from areal.engine.recurrence.rows import check_whole_runs
 from areal.engine.schedule import Schedule, SequentialSchedule
@@ -309,7 +308,7 @@ class FSDPEngine(BaseTrainEngine):
         if model.recurrence is not None and not self._rows:
             check_whole_runs(model.recurrence, self.dims, hf_config.model_type)
             check_heads(hf, hf_config.model_type, self.dims)
-            check_sharing(config.mb_spec, possible=model.recurrence.tokens != WHOLE_RUNS)
+            check_sharing(config.mb_spec, possible=not model.recurrence.whole_runs)
         return model
 
     def _build_optimizer(self, chunks: ModelChunks, spec: FinetuneSpec) -> ClippingOptimizer | None:

@@ -35,6 +35,11 @@ class ChunkSizes:
     tokens: int
     context: int
 
+    @property
+    def whole_runs(self) -> bool:
+        """Whether a chunk has a whole run."""
+        return self.tokens == WHOLE_RUNS
+
 
 @dataclass(frozen=True, eq=False)
 class RunChunks:
@@ -66,7 +71,7 @@ class RunChunks:
     def of(cls, stream: TokenStream, sizes: ChunkSizes) -> RunChunks:
         """Return the chunks of a stream, on the host."""
         length, before = len(stream), _before(stream)
-        size = sizes.tokens if sizes.tokens != WHOLE_RUNS else max(stream.lengths)
+        size = max(stream.lengths) if sizes.whole_runs else sizes.tokens
         # A chunk ends at the end of a run, also where a branch continues from a token in the middle of one.
         starts = _piece_starts(before)
         by_depth: list[list[tuple[int, int, int]]] = []  # first token, end, number of the chunk before

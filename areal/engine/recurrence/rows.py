@@ -37,13 +37,13 @@ def run_in_rows(model: PreTrainedModel) -> ChunkSizes | None:
     return ChunkSizes(WHOLE_RUNS, 0) if found else None
 
 
-def check_whole_runs(recurrence: ChunkSizes | None, dims: ParallelDims, model_type: str) -> None:
+def check_whole_runs(recurrence: ChunkSizes, dims: ParallelDims, model_type: str) -> None:
     """Raise if the layers of a model run one sequence per row, and its layout splits the stream.
 
     Raises:
         ValueError: names the layout.
     """
-    if recurrence is not None and recurrence.tokens == WHOLE_RUNS and dims.cp > 1:
+    if recurrence.whole_runs and dims.cp > 1:
         raise ValueError(
             f"{dims} with model_type = {model_type!r}: in its recurrent layers each sequence is a row, and ranks of c have parts of sequences; "
             "leave c out"
