@@ -49,7 +49,7 @@ class Chat:
     ) -> None:
         self._pictures = pictures
         schemas = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
-        self.template = Template(tokenizer, schemas, options)
+        self.template = Template(tokenizer, schemas, options, str if pictures is None else pictures.expanded)
         self._parse_calls = parse_calls
         self._types = {
             tool["function"]["name"]: {
@@ -84,7 +84,7 @@ class Chat:
         return self.with_places(ids, self.images(messages))
 
     def images(self, messages: Sequence[Message]) -> dict[str, Tensor]:
-        """Return the pictures of messages as keys of a sample, ``pixel_values`` and ``image_grid_thw``; nothing without pictures.
+        """Return the pictures of messages as keys of a sample (see :meth:`Pictures.inputs`); nothing without pictures.
 
         Raises:
             ValueError: the image processor refuses a picture, or there is none.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,12 +26,19 @@ class Template:
         tokenizer: a fast tokenizer with a chat template.
         tools: functions with types and docstrings, or JSON schemas.
         options: further variables of the template, such as ``enable_thinking``.
+        rewrite: changes a rendered text to what the model reads.
 
     Raises:
         ValueError: the tokenizer has no chat template or no offsets, or its template does not end an answer with a special token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Any],
+        options: dict[str, Any],
+        rewrite: Callable[[str], str] = str,
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"tokenizer = {tokenizer.name_or_path!r}: it has no chat template; set tokenizer.chat_template, or build prompts yourself"
@@ -39,6 +46,7 @@ class Template:
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer = {type(tokenizer).__name__}: it has no offsets; use its fast form")
         self.tokenizer, self._tools, self._options = tokenizer, list(tools) or None, options
+        self._rewrite = rewrite
         self._parts = self._takes_parts()
 
     def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
@@ -62,7 +70,7 @@ class Template:
         rendered = self.tokenizer.apply_chat_template(
             messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt, **self._options
         )
-        return str(rendered)
+        return self._rewrite(str(rendered))
 
     def _with_parts(self, message: Message) -> Message:
         """Return a message in the form that the template takes: a text, or a list with a text."""

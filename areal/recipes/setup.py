@@ -17,7 +17,7 @@ from areal.recipes.data.rows import DataRows, read_rows, split_rows
 from areal.recipes.data.text import Text
 from areal.recipes.record.progress import Results
 from areal.trainer.checkpoints import Checkpoints
-from areal.utils.data.images import PatchRules
+from areal.utils.data.images import SquareRules
 
 
 def own_rows(config: RunConfig, kind: str, dataset: Any, evaluation: Any) -> tuple[DataRows, DataRows | None]:
@@ -81,16 +81,20 @@ def renderer(config: RunConfig, tokenizer: PreTrainedTokenizerBase, tools: tuple
         raise ValueError(
             f"model = {config.model!r}: its tokenizer has no chat template: set chat_template to a file, or text = true for a base model"
         )
-    return Chat(tokenizer, tools, pictures=_pictures(config.model), **config.template_options)
+    return Chat(tokenizer, tools, pictures=_pictures(config.model, tokenizer), **config.template_options)
 
 
-def _pictures(model: str) -> Pictures | None:
-    """Return what reads the pictures of messages; ``None`` for a model of text, or with images that :class:`Pictures` does not read."""
+def _pictures(model: str, tokenizer: PreTrainedTokenizerBase) -> Pictures | None:
+    """Return what reads the pictures of messages; ``None`` for a model of text."""
     hf = read_config(model)
-    if not isinstance(image_rules(hf, text_only=False), PatchRules):
+    rules = image_rules(hf, text_only=False)
+    if rules is None:
         return None
     try:
-        return Pictures(AutoImageProcessor.from_pretrained(model), hf.image_token_id)
+        processor = AutoImageProcessor.from_pretrained(model)
+        if isinstance(rules, SquareRules):
+            return Pictures.of_one_size(processor, tokenizer, rules.n_tokens)
+        return Pictures(processor, hf.image_token_id)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model = {model!r}: it takes images, and no image processor can be read there: {error}"

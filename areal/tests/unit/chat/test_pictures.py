@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen2VLImageProcessorPil
+from transformers import Gemma3ImageProcessorPil, Gemma3Processor, Qwen2VLImageProcessorPil
 
 from areal.chat import Chat, Pictures
 from areal.tests.unit.chat.agents import sampled
 from areal.tests.unit.chat.templates import CHATML
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
 from areal.trainer.rollout.sequence import Sequence
-from areal.utils.data.images import BatchImages, PatchRules
+from areal.utils.data.images import BatchImages, PatchRules, SquareRules
 
 VISUAL = CHATML.replace(
     "{{ m.content }}",
@@ -57,6 +57,55 @@ def test_a_sample_has_a_token_for_each_part_of_its_pictures() -> None:
     assert chat.template.tokenizer.decode(trained) == "two<|im_end|>"
     prompt = chat.prompt(MESSAGES[:1])
     assert sample["input_ids"][: len(prompt)].tolist() == prompt
+
+
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "{# <image_soft_token|> <end_of_image> #}"
+)
+
+
+def gemma_chat() -> tuple[Chat, Gemma3Processor]:
+    tokenizer = chat_tokenizer(GEMMA)
+    for name, token in (("boi", "<start_of_image>"), ("eoi", "<end_of_image>"), ("image", "<image_soft_token|>")):
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    processor = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    both = Gemma3Processor(processor, tokenizer, image_seq_length=4)
+    return Chat(tokenizer, pictures=Pictures.of_one_size(processor, tokenizer, 4)), both
+
+
+def test_pictures_of_one_size_are_those_of_gemma() -> None:
+    chat, both = gemma_chat()
+    text = both.tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    expected = both(text=[text], images=[[WIDE, SMALL]], return_tensors="pt", add_special_tokens=False)
+    sample = chat.sample(MESSAGES)
+    assert torch.equal(sample["input_ids"], expected["input_ids"][0])
+    assert torch.equal(sample["pixel_values"], expected["pixel_values"])
+    token = both.tokenizer.image_token_id
+    images = BatchImages.of(
+        [sample["input_ids"]], {"pixel_values": [sample["pixel_values"]]}, SquareRules(token, 4, (3, 28, 28))
+    )
+    assert images.n_tokens(0) == 8
+    assert both.tokenizer.decode(sample["input_ids"].roll(-1)[sample["loss_mask"] > 0]) == "two<end_of_turn>"
+
+
+def test_a_conversation_goes_on_with_pictures_of_one_size() -> None:
+    chat, both = gemma_chat()
+    talk = chat.start(MESSAGES[:1])
+    talk.answer(sampled([*chat.template.ids("two"), *chat.stop_token_ids[:1]]))
+    talk.add({"role": "user", "content": [picture(SMALL)]})
+    again = [*MESSAGES, {"role": "user", "content": [picture(SMALL)]}]
+    assert talk.tokens == chat.prompt(again)
+    assert talk.tokens.count(both.tokenizer.image_token_id) == 12
+    assert talk.images["pixel_values"].shape == (3, 3, 28, 28)
+    with pytest.raises(ValueError, match=r"renders 12 tokens .* for 2 pictures"):
+        chat.prompt([*MESSAGES[:1], {"role": "user", "content": "<start_of_image>"}])
+    with pytest.raises(ValueError, match="has no boi_token"):
+        Pictures.of_one_size(both.image_processor, chat_tokenizer(GEMMA), 4)
 
 
 def test_a_conversation_goes_on_with_pictures() -> None:

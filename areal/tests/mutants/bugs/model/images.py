@@ -64,3 +64,16 @@ def tower_is_trained_although_frozen(right: Function) -> Function:
         return parts
 
     return wrong
+
+
+@mutant(
+    "areal.chat.pictures:Pictures.expanded", "unit/chat/test_pictures.py::test_pictures_of_one_size_are_those_of_gemma"
+)
+def image_without_its_surroundings(right: Function) -> Function:
+    """The parts of an image of Gemma stand without the empty lines around them."""
+
+    def wrong(self: Any, text: str) -> str:
+        expanded: str = right(self, text)
+        return expanded.replace("\n\n<start_of_image>", "<start_of_image>")
+
+    return wrong
