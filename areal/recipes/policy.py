@@ -16,7 +16,7 @@ from areal.chat.answer import Message
 from areal.engine.model.hub import max_positions, read_config
 from areal.inference import RolloutClient
 from areal.recipes.answer_reward import UserReward, answer_reward
-from areal.recipes.data.formats import prompt_messages
+from areal.recipes.data.formats import rollout_messages
 from areal.recipes.data.rows import DataRows
 from areal.recipes.data.text import Text
 from areal.recipes.evaluation import PolicyEvaluation, reward_scalars
@@ -191,7 +191,7 @@ class PolicyRun(Run[C], Generic[C]):
 
     def messages(self, row: Any) -> list[Message]:
         """Return the first messages of a row."""
-        return prompt_messages(row, self.config.system)
+        return rollout_messages(row, self.config.system)
 
     def prompt(self, row: Any) -> list[int]:
         """Return the tokens of a row's prompt."""

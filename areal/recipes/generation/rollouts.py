@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from areal import inference  # its names are imported when they are first used
 from areal.api import TrainEngine
+from areal.engine.model.hub import read_config
+from areal.engine.model.media import model_factory
 from areal.recipes.generation.started_server import StartedServer
 from areal.recipes.policy_config import PolicyConfig
 from areal.trainer.ppo import Sync
@@ -40,7 +41,8 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
         options: dict[str, Any] = {"folder": config.output / "weights", "model": config.model, **config.rollout}
         return closing.enter_context(inference.HTTPRollout(urls, dialect, control=engine.control, **options))
     dtype = getattr(torch, engine.config.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
+    factory = model_factory(read_config(config.model))
+    model: Any = factory.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
     options = {"max_context": max_context, **_SIZES, **config.rollout}
     options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from areal.recipes import sft
+from areal.recipes import grpo, sft
 from areal.tests.dist.recipes.policy_runs import curve
-from areal.tests.harness.recipes.recipe_data import SETTINGS
+from areal.tests.harness.recipes.recipe_data import SETTINGS, reward
 from areal.tests.harness.tiny import writing
 from areal.tests.harness.world import locked, world
 
@@ -91,3 +91,29 @@ def test_what_cannot_be_read_is_named(processor: bool, message: str, tmp_path: P
     given[0]["messages"][0]["content"][0]["image"] = str(tmp_path / "gone.png")
     with pytest.raises(ValueError, match=message):
         sft(model, given, output=tmp_path / "run", steps=1, **{**SETTINGS, "batch_size": 2}).train()
+
+
+@pytest.mark.world(1)
+def test_replica_of_a_model_with_images_answers_texts(tmp_path: Path) -> None:
+    """It has the trained weights, those after an update included: sampled log-probs are those of the engine."""
+    (tmp_path / "rows").mkdir()
+    settings = {**SETTINGS, "batch_size": 8, "lr": 1e-2, "output": tmp_path / "sft", "steps": 8}
+    # Random weights would answer with the token of an image.
+    sft(seeing_model(tmp_path / "model"), rows(tmp_path / "rows", 15), **settings).train()
+    questions = [{"messages": [{"role": "user", "content": "How many shapes ?"}]}] * 4
+    settings = {**SETTINGS, "max_new_tokens": 4, "groups": 2, "group_size": 2, "output": tmp_path / "run", "steps": 2}
+    grpo(str(tmp_path / "sft" / "model"), questions, reward, **settings).train()
+    assert max(curve(tmp_path / "run", ("rollout/logprob_error",))["rollout/logprob_error"]) < 1e-5
+
+
+@pytest.mark.world(1)
+def test_prompts_with_pictures_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Rollouts send tokens alone: answers would be sampled by a model that sees nothing."""
+    model = seeing_model(tmp_path / "model")
+    questions = [{"messages": row["messages"][:1], "answer": "one"} for row in rows(tmp_path, 4)]
+    settings = {**SETTINGS, "max_new_tokens": 4, "output": tmp_path / "run", "steps": 1}
+    with pytest.raises(
+        ValueError, match=r"a prompt has a picture, and rollouts send tokens alone.*train on them with sft"
+    ):
+        grpo(model, questions, reward, **settings).train()
+    assert not (tmp_path / "run").exists()
