@@ -56,7 +56,7 @@ def last_micro_batch_only(right: Function) -> Function:
 )
 def head_reduced_in_each_chunk(right: Function) -> Function:
     """Each chunk of rows gathers the head, and reduces a gradient of its size."""
-    return lambda weight, use: lambda x: linear(x, weight, use)
+    return lambda weight, use: lambda x, known: linear(x, weight, use)
 
 
 @mutant(
