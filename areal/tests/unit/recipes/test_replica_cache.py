@@ -31,7 +31,7 @@ def test_cache_has_room_for_the_answers_of_a_rank(case: str, tmp_path: Path) -> 
     config = GRPOConfig(model="m", output=tmp_path, groups=8, group_size=4, **changes)
     engine: Any = SimpleNamespace(dp_size=ranks, device="cpu", config=SimpleNamespace(dtype="float32"))
     with (
-        mock.patch.object(rollouts, "AutoModelForCausalLM"),
+        mock.patch.multiple(rollouts, read_config=mock.DEFAULT, model_factory=mock.DEFAULT),
         mock.patch.object(inference, "LocalRollout", create=True) as made,
         ExitStack() as closing,
     ):
