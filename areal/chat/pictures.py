@@ -39,6 +39,7 @@ class Pictures:
     def __init__(self, processor: Callable[..., Any], token: int, expansion: Expansion | None = None) -> None:
         self._processor, self._token, self._expansion = processor, token, expansion
         self._merge = int(getattr(processor, "merge_size", 1))
+        self._keys = (GRID, PIXELS) if expansion is None else (PIXELS,)  # the first has an entry for each picture
 
     @classmethod
     def of_one_size(cls, processor: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, tokens: int) -> Pictures:
@@ -78,8 +79,7 @@ class Pictures:
             made = self._processor(images=pictures, return_tensors="pt")
         except (TypeError, ValueError) as error:
             raise ValueError(f"the image processor refuses a picture of the messages: {error}") from error
-        keys = (PIXELS, GRID) if self._expansion is None else (PIXELS,)
-        return {key: made[key] for key in keys}
+        return {key: made[key] for key in self._keys}
 
     def repeats(self, ids: Sequence[int], inputs: dict[str, Tensor]) -> list[int]:
         """Return for each token of a rendered text how often it is repeated: once, or once for each part of its picture.
@@ -87,7 +87,7 @@ class Pictures:
         Raises:
             ValueError: the text has another number of placeholders than there are pictures.
         """
-        n_pictures = len(inputs[GRID if self._expansion is None else PIXELS]) if inputs else 0
+        n_pictures = len(inputs[self._keys[0]]) if inputs else 0
         places = [k for k, token in enumerate(ids) if token == self._token]
         if len(places) != n_pictures * (1 if self._expansion is None else self._expansion.tokens):
             raise ValueError(

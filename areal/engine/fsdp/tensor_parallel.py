@@ -69,7 +69,6 @@ class TensorParallel:
         if self.kv_heads % self.size == 0:
             self.columns(module)
             return
-        self._distribute(module, weight=Replicate(), bias=Replicate())
         # Ranks with neighbouring query heads use the same key head.
         width, head = len(module.weight) // self.kv_heads, self.rank * self.kv_heads // self.size
         self._compute_rows(module, [slice(head * width, (head + 1) * width)])
@@ -143,7 +142,6 @@ class TensorParallel:
             module: the layer.
             sizes: rows of the matrices.
         """
-        self._distribute(module, weight=Replicate(), bias=Replicate())
         self._compute_rows(module, self.rows_of_each(sizes))
 
     def rows_of_each(self, sizes: Sequence[int]) -> list[slice]:
@@ -184,7 +182,8 @@ class TensorParallel:
         module.forward = forward
 
     def _compute_rows(self, module: Any, rows: list[slice]) -> None:
-        """Compute some rows of a replicated linear layer of a block. Its gradient is a partial sum over ranks."""
+        """Replicate a linear layer of a block, and compute some of its rows. Its gradient is a partial sum over ranks."""
+        self._distribute(module, weight=Replicate(), bias=Replicate())
         module.computed_rows = rows
         linear = self._tokens[id(module)].linear
 

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("fla.ops.gated_delta_rule", "fla.ops.kda", "causal_conv1d", "mamba_ssm.ops.triton.ssd_combined")
 """Modules with kernels."""
+_GATED, _KIMI, _CONVOLUTION, _SCAN = PACKAGES
 
 _DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes of activations that all kernels take. They sum in float32."""
@@ -64,12 +65,12 @@ def kernel_operations(packages: Mapping[str, Any]) -> Operations:
         packages: modules by their names in :data:`PACKAGES`.
     """
     chosen: dict[str, Callable[..., Tensor]] = {}
-    if any(name.startswith("fla.") for name in packages):
+    if _GATED in packages or _KIMI in packages:
         chosen["delta_rule"] = functools.partial(_delta_rule, packages)
-    if "causal_conv1d" in packages:
-        chosen["convolution"] = functools.partial(_convolution, packages["causal_conv1d"].causal_conv1d_fn)
-    if PACKAGES[3] in packages:
-        chosen["scan"] = functools.partial(_scan, packages[PACKAGES[3]].mamba_chunk_scan_combined)
+    if _CONVOLUTION in packages:
+        chosen["convolution"] = functools.partial(_convolution, packages[_CONVOLUTION].causal_conv1d_fn)
+    if _SCAN in packages:
+        chosen["scan"] = functools.partial(_scan, packages[_SCAN].mamba_chunk_scan_combined)
     return Operations(**chosen)
 
 
@@ -84,7 +85,7 @@ def _delta_rule(
     *,
     normalize: bool,
 ) -> Tensor:
-    module = packages.get("fla.ops.kda" if g.ndim == 3 else "fla.ops.gated_delta_rule")
+    module = packages.get(_KIMI if g.ndim == 3 else _GATED)
     if module is None or chunks.cu_seqlens is None or v.dtype not in _DTYPES:
         return gated_delta_rule(chunks, q, k, v, g, beta, normalize=normalize)
     kernel = module.chunk_kda if g.ndim == 3 else module.chunk_gated_delta_rule
