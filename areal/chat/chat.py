@@ -16,6 +16,7 @@ from areal.chat.call_format import Parser
 from areal.chat.conversation import Conversation
 from areal.chat.pictures import Pictures, pictures_of
 from areal.chat.template import Template, common, cut
+from areal.utils.data.image_prompt import ImagePrompt, Prompt, prompt_tokens
 from areal.utils.data.sequences import Segment, from_segments
 
 _T = TypeVar("_T")
@@ -78,10 +79,15 @@ class Chat:
         """Return the tokens of a conversation and the header of the next answer, as ``apply_chat_template`` does.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template refuses the messages, or the image processor a picture.
         """
-        ids = self.template.ids(self.template.text(messages, prompt=True))
-        return self.with_places(ids, self.images(messages))
+        return list(prompt_tokens(self.rollout_prompt(messages)))
+
+    def rollout_prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Return what :meth:`prompt` does, with the pictures of the messages if they have some, as clients of rollouts take it."""
+        images = self.images(messages)
+        ids = self.with_places(self.template.ids(self.template.text(messages, prompt=True)), images)
+        return ImagePrompt(tuple(ids), images) if images else ids
 
     def images(self, messages: Sequence[Message]) -> dict[str, Tensor]:
         """Return the pictures of messages as keys of a sample (see :meth:`Pictures.inputs`); nothing without pictures.

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from areal.chat.answer import Message, ParsedAnswer
 from areal.chat.template import MARK, common
+from areal.utils.data.image_prompt import ImagePrompt, Prompt, prompt_images, prompt_tokens
 from areal.utils.data.sequences import Segment
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Conversation:
     Attributes:
         messages: all messages.
         segments: all tokens. Those of answers are trainable.
+        images: pictures of all messages as keys of a sample; see :meth:`areal.chat.Chat.images`.
         answers: parsed answers.
     """
 
@@ -48,18 +51,20 @@ class Conversation:
             raise ValueError(f"rewrites = {rewrites!r}: choose 'error' or 'keep'")
         self._chat, self._rewrites = chat, rewrites
         self.messages = list(messages)
-        self.segments: tuple[Segment, ...] = (Segment(chat.prompt(messages), trainable=False),)
+        prompt = chat.rollout_prompt(messages)
+        self.segments: tuple[Segment, ...] = (Segment(list(prompt_tokens(prompt)), trainable=False),)
+        self.images = prompt_images(prompt)
         self.answers: list[ParsedAnswer] = []
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens so far: the prompt of the next answer."""
+        """All tokens so far."""
         return [int(token) for segment in self.segments for token in segment.tokens]
 
     @property
-    def images(self) -> dict[str, Tensor]:
-        """Pictures of all messages; see :meth:`areal.chat.Chat.images`."""
-        return self._chat.images(self.messages)
+    def prompt(self) -> Prompt:
+        """The prompt of the next answer, as clients of rollouts take it: all tokens, with the pictures if there are some."""
+        return ImagePrompt(tuple(self.tokens), self.images) if self.images else self.tokens
 
     def fork(self) -> Conversation:
         """Return a copy, which can be continued otherwise."""
@@ -90,8 +95,10 @@ class Conversation:
         self._expect_answer(False)
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("messages: pass at least one, and none of the role 'assistant', which answer() appends")
-        ids = self._chat.with_places(self._following(messages), self._chat.images(messages))
+        images = self._chat.images(messages)
+        ids = self._chat.with_places(self._following(messages), images)
         complete = self.answers[-1].complete
+        self.images = {**self.images, **{key: _behind(self.images.get(key), x) for key, x in images.items()}}
         self.segments = (*self.segments, Segment(ids[1:] if complete else ids, trainable=False))
         self.messages.extend(messages)
 
@@ -143,3 +150,7 @@ class Conversation:
             # Another token ends an answer that is not the last one, as in gpt-oss.
             ends = [k for k, (_, start, _) in enumerate(tokens) if start == begin]
         return [token for token, _, _ in tokens[ends[-1] :]] if ends else None
+
+
+def _behind(first: Tensor | None, second: Tensor) -> Tensor:
+    return second if first is None else torch.cat([first, second])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections.abc
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from areal.utils.data.image_prompt import ImagePrompt, Prompt
 from areal.utils.data.sequences import Segment
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -116,16 +116,21 @@ class Completion:
         )
 
 
-def checked_prompt(prompt_ids: collections.abc.Sequence[int], vocab_size: int | None = None) -> list[int]:
+def checked_prompt(prompt_ids: Prompt, vocab_size: int | None = None) -> list[int]:
     """Return a prompt as a list of token ids.
 
     Args:
-        prompt_ids: token ids.
+        prompt_ids: token ids; without images, which this caller does not send.
         vocab_size: number of token ids of the model; ``None`` if unknown. SGLang does not check, and a token that it lacks ends it.
 
     Raises:
-        ValueError: it is empty, text, or has a token that the model does not have.
+        ValueError: it is empty, text, has images, or a token that the model does not have.
     """
+    if isinstance(prompt_ids, ImagePrompt):
+        raise ValueError(
+            "the prompt has images, and this request sends tokens alone: the model would answer without seeing them. LocalRollout.generate "
+            "takes images; or leave them out"
+        )
     if isinstance(prompt_ids, str):
         raise ValueError(
             f"prompt_ids is the text {prompt_ids[:20]!r}...: pass token ids, such as those of tokenizer.apply_chat_template(..., tokenize=True)"
@@ -148,14 +153,15 @@ class RolloutClient(Protocol):
     def version(self) -> int:
         """Version of the weights that generate now."""
 
-    async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Prompt, sampling: Sampling) -> Completion:
         """Generate an answer to a prompt.
 
         Args:
-            prompt_ids: token ids of the prompt; at least one.
+            prompt_ids: token ids of the prompt, at least one; with images as an :class:`~areal.utils.data.image_prompt.ImagePrompt`.
             sampling: sampling parameters.
 
         Raises:
-            ValueError: the prompt is empty, or prompt and ``max_new_tokens`` together exceed the context.
+            ValueError: the prompt is empty, or prompt and ``max_new_tokens`` together exceed the context; or it has images, and the client
+                sends tokens alone.
             RuntimeError: the rollout engine was closed, or failed.
         """

@@ -13,15 +13,16 @@ from transformers import AutoTokenizer
 
 from areal.api import TrainEngine
 from areal.chat.answer import Message
+from areal.chat.pictures import pictures_of
 from areal.engine.model.hub import max_positions, read_config
 from areal.inference import RolloutClient
 from areal.recipes.answer_reward import UserReward, answer_reward
-from areal.recipes.data.formats import rollout_messages
+from areal.recipes.data.formats import prompt_messages
 from areal.recipes.data.rows import DataRows
 from areal.recipes.data.text import Text
 from areal.recipes.evaluation import PolicyEvaluation, reward_scalars
 from areal.recipes.functions import load_function
-from areal.recipes.generation.rollouts import make_rollout, sync_of
+from areal.recipes.generation.rollouts import check_pictures, make_rollout, sync_of
 from areal.recipes.policy_config import DistillConfig, GRPOConfig, PolicyConfig, PPOConfig
 from areal.recipes.record.evaluations import add_evaluation
 from areal.recipes.record.samples import SampleLog
@@ -48,6 +49,7 @@ from areal.trainer.rollout.sequence import Sequence as Trajectory
 from areal.trainer.rollout.tool_episode import ToolEpisode
 from areal.trainer.trackers import Tracker
 from areal.utils.data import Segment
+from areal.utils.data.image_prompt import Prompt, prompt_tokens
 
 C = TypeVar("C", bound=PolicyConfig)
 _ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
@@ -136,6 +138,9 @@ class PolicyRun(Run[C], Generic[C]):
                 )
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
         self.chat = renderer(config, self.tokenizer, self._tools)
+        rows = (*self.rows, *(self.held_out or ()))
+        if self._rollout is None and any(pictures_of(self.messages(row)) for row in rows):
+            check_pictures(config)
         self._max_context = self._needed_context()
 
     def _build(self) -> None:
@@ -168,7 +173,7 @@ class PolicyRun(Run[C], Generic[C]):
 
     def first_sample(self) -> tuple[Segment, ...]:
         """Return the first prompt."""
-        return (Segment(self.prompt(self.rows[0]), trainable=False),)
+        return (Segment(list(prompt_tokens(self.prompt(self.rows[0]))), trainable=False),)
 
     def evaluate(self) -> dict[str, float]:
         """Send the engine's weights to the rollout, and play the held-out rows; empty without any. Collective."""
@@ -191,11 +196,11 @@ class PolicyRun(Run[C], Generic[C]):
 
     def messages(self, row: Any) -> list[Message]:
         """Return the first messages of a row."""
-        return rollout_messages(row, self.config.system)
+        return prompt_messages(row, self.config.system)
 
-    def prompt(self, row: Any) -> list[int]:
-        """Return the tokens of a row's prompt."""
-        return self.chat.prompt(self.messages(row))
+    def prompt(self, row: Any) -> Prompt:
+        """Return the prompt of a row."""
+        return self.chat.rollout_prompt(self.messages(row))
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer."""
@@ -211,7 +216,9 @@ class PolicyRun(Run[C], Generic[C]):
         if config.max_context is not None or self._episode is not None:
             needed, why = config.max_context or context or 0, f"max_context = {config.max_context}"
         else:
-            prompt = max(len(self.prompt(row)) for rows in (self.rows, self.held_out or ()) for row in rows)
+            prompt = max(
+                len(prompt_tokens(self.prompt(row))) for rows in (self.rows, self.held_out or ()) for row in rows
+            )
             if self._tools:
                 # Results of tools need room as well: as much as the answers.
                 answers = min(config.max_turns * config.max_new_tokens, config.max_episode_tokens or 10**9)

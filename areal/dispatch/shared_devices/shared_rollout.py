@@ -12,6 +12,7 @@ from areal.api import NamedTensor
 from areal.dispatch.shared_devices.place import Place
 from areal.dispatch.shared_devices.turns import Turn
 from areal.dispatch.shared_devices.uses import Use
+from areal.utils.data.image_prompt import Prompt
 
 
 class Sleeper(Protocol):
@@ -47,7 +48,7 @@ class SharedRollout:
         """Version of the weights that generate now."""
         return self._rollout.version
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Any) -> Any:
+    async def generate(self, prompt_ids: Prompt, sampling: Any) -> Any:
         """Generate an answer, as the rollout does. Waits while others need its memory, and others wait for the answer.
 
         Raises:

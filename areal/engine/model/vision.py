@@ -68,6 +68,23 @@ def vision_layers(hf: PreTrainedModel) -> list[nn.Module]:
     return [layer for each in lists for layer in each]
 
 
+def encode_images(hf: PreTrainedModel, images: ImageInputs, dtype: torch.dtype) -> list[Tensor]:
+    """Return the features of images, each ``[N, H]`` in ``dtype``: of the last layer of the tower, and then of inner layers.
+
+    Args:
+        hf: the model.
+        images: on its device.
+        dtype: of the features, and of the pixels that the tower reads.
+    """
+    pixels, grids = images.pixel_values.to(dtype), images.grids
+    if grids is None:
+        encoded = hf.model.get_image_features(pixels)
+    else:
+        encoded = hf.model.visual(pixels, grid_thw=grids, **images.tower)
+    inner = getattr(encoded, "deepstack_features", None) or ()
+    return [each.to(dtype) for each in (encoded.pooler_output.flatten(0, -2), *inner)]
+
+
 def decoder_inputs(
     hf: PreTrainedModel, ids: Tensor, images: LocalImages, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
@@ -80,20 +97,15 @@ def decoder_inputs(
         group: ranks that divide the embeddings of these tokens, in order; ``None`` for one rank.
     """
     embedded: Tensor = hf.get_input_embeddings()(ids[None])
-    given = images.inputs
-    pixels, grids = given.pixel_values.to(embedded.dtype), given.grids
-    encoded = (
-        hf.model.get_image_features(pixels) if grids is None else hf.model.visual(pixels, grid_thw=grids, **given.tower)
-    )
+    encoded, *deep = encode_images(hf, images.inputs, embedded.dtype)
     rows = images.rows if group is None else images.rows.chunk(group.size())[group.rank()]
     stands, rows = (rows >= 0)[:, None], rows.clamp(min=0)
 
     def of_tokens(features: Tensor, text: Tensor) -> Tensor:
         # Text takes the first row and leaves it out again, so that every rank has a gradient for its tower.
-        return torch.where(stands, TakeRows.apply(features.to(embedded.dtype), rows), text)
+        return torch.where(stands, TakeRows.apply(features, rows), text)
 
-    inputs: dict[str, Any] = {"inputs_embeds": of_tokens(encoded.pooler_output.flatten(0, -2), embedded)}
-    deep = getattr(encoded, "deepstack_features", None)
+    inputs: dict[str, Any] = {"inputs_embeds": of_tokens(encoded, embedded)}
     if deep:
         # Features of inner layers are added after the first layers of the decoder, in the row 0 of its states.
         zeros = torch.zeros_like(embedded)

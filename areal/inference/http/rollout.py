@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections.abc
 import threading
 import time
 import uuid
@@ -33,6 +32,7 @@ from areal.inference.http.updates import WeightUpdates
 from areal.inference.protocol import Completion, Sampling, checked_prompt
 from areal.inference.stop_strings import StopStrings
 from areal.inference.together import gather_or_cancel
+from areal.utils.data.image_prompt import Prompt
 from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
@@ -177,13 +177,13 @@ class HTTPRollout:
         versions = [server.version for server in self._fleet.servers if server.version is not None]
         return min(versions, default=self._version)
 
-    async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Prompt, sampling: Sampling) -> Completion:
         """Generate an answer to a prompt. Cancelling the task aborts the request on the server.
 
         Raises:
-            ValueError: the prompt is empty or has a token that the model does not have, prompt and ``max_new_tokens`` together exceed the
-                context, the dialect does not support the sampling parameters, the request has stop strings and ``model`` no tokenizer, or
-                the server rejects the request.
+            ValueError: the prompt is empty, or has images or a token that the model does not have, prompt and ``max_new_tokens`` together
+                exceed the context, the dialect does not support the sampling parameters, the request has stop strings and ``model`` no
+                tokenizer, or the server rejects the request.
             RuntimeError: the engine is closed or asleep, or another rank has the servers. No attempt succeeded within ``deadline``, a reply
                 does not have the documented form, or the weights of a server give log-probs that are not finite; names the server.
         """

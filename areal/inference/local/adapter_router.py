@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
 from areal.engine.lora.adapter_plan import head_name
-from areal.inference.local.served_adapters import ServedAdapter, adapter_of
+from areal.inference.local.request_name import adapter_of
+from areal.inference.local.served_adapters import ServedAdapter
 
 Runs = list[tuple[ServedAdapter, slice | Tensor]]
 """Adapters of a forward, each with the rows of its tokens."""

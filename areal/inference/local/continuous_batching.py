@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from areal.engine.model.hub import max_positions
 from areal.inference.local.adapter_router import AdapterRouter
 from areal.inference.local.sampler import RequestSampler
-from areal.inference.local.shared_prompts import share_by_adapter
+from areal.inference.local.shared_prompts import share_by_content
 from areal.inference.protocol import checked_prompt
 from areal.utils.offload import storage_bytes
 from areal.utils.releases import require_release
@@ -218,7 +218,7 @@ class GenerationManager(ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
-        share_by_adapter(processor.cache, self.model.config.get_text_config().vocab_size)
+        share_by_content(processor.cache, self.model.config.get_text_config().vocab_size)
         self._router.stream = processor.inputs_and_outputs.compute_stream
         return processor
 

@@ -16,8 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal.api.weights import NamedTensor
+from areal.engine.model.media import media_tokens
 from areal.inference.local.adapter_router import AdapterRouter
 from areal.inference.local.continuous_batching import GenerationLimits, cache_bytes, forget_prefixes
+from areal.inference.local.image_router import ImageRouter
+from areal.inference.local.prompt_images import ImageReader, PromptImages
 from areal.inference.local.prompt_logprobs import PromptLogprobs, PromptScorer
 from areal.inference.local.running_requests import PendingAnswer, RunningRequests
 from areal.inference.local.sampler import Request, end_tokens
@@ -25,6 +28,7 @@ from areal.inference.local.served_adapters import ServedAdapter, ServedAdapters
 from areal.inference.protocol import Completion, Sampling
 from areal.inference.stop_strings import StopStrings
 from areal.utils import platform
+from areal.utils.data.image_prompt import Prompt, prompt_tokens
 from areal.utils.offload import HostMemory, make_resizable
 from areal.weight_sync.apply import load_named
 
@@ -41,7 +45,8 @@ class LocalRollout:
 
     Requests with the same prompt and adapter share its keys and values: the first request runs alone until it has a token, and the others
     start then. Nothing is shared across an update. An answer that is running during an update keeps the keys and values of the older
-    weights. Its later tokens carry the new version, and their log-probs are those of the distribution from which they were drawn.
+    weights. Its later tokens carry the new version, and their log-probs are of the distribution that they were drawn from. A request that
+    draws the token of an image fails.
 
     Args:
         model: replica in evaluation mode, with ``sdpa`` or flash attention. Its weights must not be used elsewhere. Of its
@@ -81,8 +86,9 @@ class LocalRollout:
         self._vocab = model.config.get_text_config().vocab_size
         self._end_tokens = end_tokens(model)
         self._tokenizer = tokenizer
-        self._adapters, self._router = ServedAdapters(model), AdapterRouter(model)
-        self._requests = RunningRequests(self._adapters, page_size, version, self._router.schedule)
+        self._adapters, self._router, self._images = ServedAdapters(model), AdapterRouter(model), ImageReader(model)
+        routers = (self._router, ImageRouter(model))
+        self._requests = RunningRequests(self._adapters, page_size, version, routers, media_tokens(model.config, None))
         self._sampler, self._lock = self._requests.sampler, self._requests.lock
         self._seeds = np.random.default_rng(seed)
         self._updating = threading.RLock()  # held by update, sleep, wake and close
@@ -147,22 +153,22 @@ class LocalRollout:
         with self._lock:
             self._adapters.remove(name)
 
-    async def generate(
-        self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling, adapter: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Prompt, sampling: Sampling, adapter: str | None = None) -> Completion:
         """Generate an answer to a prompt. Cancelling the task ends the request at the next step.
 
         Args:
-            prompt_ids: token ids of the prompt; at least one.
+            prompt_ids: token ids of the prompt, at least one; with images of Qwen2-VL and its successors as an
+                :class:`~areal.utils.data.image_prompt.ImagePrompt`.
             sampling: sampling parameters.
             adapter: name of an adapter; ``None`` for the model itself.
 
         Raises:
             ValueError: the prompt is empty, has an unknown token, or exceeds ``max_context`` together with ``max_new_tokens``; the request
-                has stop strings, and the engine no tokenizer; or there is no such adapter.
+                has stop strings, and the engine no tokenizer; there is no such adapter; or its images do not match its tokens, or the model.
             RuntimeError: the engine is closed or asleep, or generation failed; names the cause.
         """
-        name, pending = self._submit(self._check_prompt(prompt_ids, sampling), sampling, adapter)
+        tokens = self._check_prompt(prompt_tokens(prompt_ids), sampling)
+        name, pending = self._submit(tokens, self._images.read(prompt_ids), sampling, adapter)
         try:
             return await asyncio.wrap_future(pending.future)
         except asyncio.CancelledError:
@@ -335,7 +341,9 @@ class LocalRollout:
             with self._lock:
                 self._adapters.end(adapter)
 
-    def _submit(self, prompt: list[int], sampling: Sampling, adapter: str | None) -> tuple[str, PendingAnswer]:
+    def _submit(
+        self, prompt: list[int], images: PromptImages | None, sampling: Sampling, adapter: str | None
+    ) -> tuple[str, PendingAnswer]:
         """Start a request with a seed, the model's end tokens and stop strings. Returns its name."""
         with self._lock:
             self._check_serving()
@@ -344,7 +352,7 @@ class LocalRollout:
             if sampling.stop_token_ids is None:
                 sampling = replace(sampling, stop_token_ids=self._end_tokens)
             stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
-            return self._requests.add(prompt, Request(sampling, seed, stop=stop), adapter)
+            return self._requests.add(prompt, images, Request(sampling, seed, stop=stop), adapter)
 
     def _check_serving(self) -> None:
         """Raise a ``RuntimeError`` if the engine is closed or asleep, or generation failed."""
@@ -374,7 +382,8 @@ class LocalRollout:
             yield
 
     def _forget_prefixes(self) -> None:
-        """Remove all prompts from the cache, and stop running requests from sharing theirs: older weights computed them."""
+        """Remove all prompts from the cache, and stop running requests from sharing theirs: older weights computed them, and images."""
+        self._images.forget()
         self._sampler.keep_private(forget_prefixes(self._manager))
 
     def _break(self, why: str) -> None:

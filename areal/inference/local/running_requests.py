@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
 
 from transformers.generation import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput, RequestStatus
 
+from areal.inference.local.prompt_images import PromptImages
+from areal.inference.local.request_name import RequestName
 from areal.inference.local.sampler import Request, RequestSampler
-from areal.inference.local.served_adapters import RequestName, ServedAdapter, ServedAdapters
+from areal.inference.local.served_adapters import ServedAdapter, ServedAdapters
 from areal.inference.local.shared_prompts import PromptKey, SharedPrompts
 from areal.inference.protocol import Completion
 
 
 @dataclass
 class PendingAnswer:
-    """A request that is not finished, and the future of its answer. ``adapter`` is ``None`` for the model itself."""
+    """A request that is not finished, and the future of its answer.
+
+    Attributes:
+        prompt: its tokens.
+        request: the state of its answer.
+        adapter: ``None`` for the model itself.
+        images: ``None`` for a prompt without images.
+        key: key of the prompt. Requests with the same key share its keys and values.
+    """
 
     prompt: tuple[int, ...]
     request: Request
     adapter: ServedAdapter | None = None
+    images: PromptImages | None = None
     future: Future[Completion] = field(default_factory=Future)
 
-    @property
+    @cached_property
     def key(self) -> PromptKey:
-        """Key of the prompt. Requests with the same key share its keys and values."""
-        return (0 if self.adapter is None else self.adapter.number, self.prompt)
+        number = 0 if self.adapter is None else self.adapter.number
+        if self.images is None:
+            return number, self.prompt
+        return number, (*self.prompt, *self.images.words.tolist())
 
     def resolve(self, answer: Completion | RuntimeError) -> None:
         """Set the result of the future, unless it was cancelled."""
@@ -40,6 +55,13 @@ class PendingAnswer:
             self.future.set_exception(answer)
 
 
+class Router(Protocol):
+    """Prepares forwards for their requests."""
+
+    def schedule(self, requests: Sequence[FutureRequestState]) -> None:
+        """Prepare the next forward, given its requests in the order of their tokens."""
+
+
 class RunningRequests:
     """Passes requests to a manager, and delivers their answers.
 
@@ -47,7 +69,8 @@ class RunningRequests:
         adapters: adapters that requests can name.
         page_size: number of tokens above which a prompt is shared.
         version: version of the weights.
-        scheduled: see :class:`~areal.inference.local.sampler.RequestSampler`.
+        routers: prepare each forward for its requests.
+        refused: see :class:`~areal.inference.local.sampler.RequestSampler`.
 
     Attributes:
         manager: manager that generates. Set before the first request.
@@ -63,10 +86,12 @@ class RunningRequests:
         adapters: ServedAdapters,
         page_size: int,
         version: int,
-        scheduled: Callable[[Sequence[FutureRequestState]], None],
+        routers: Sequence[Router],
+        refused: frozenset[int],
     ) -> None:
-        self._adapters, self._page_size = adapters, page_size
-        self.sampler = RequestSampler(version, self._on_first_token, self._on_stop_string, scheduled, self._on_failed)
+        self._adapters, self._page_size, self._routers = adapters, page_size, routers
+        on = (self._on_first_token, self._on_stop_string, self._on_scheduled, self._on_failed)
+        self.sampler = RequestSampler(version, *on, refused)
         self.lock = threading.Lock()
         self.closed = False
         self._count = 0
@@ -76,13 +101,15 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(self, prompt: Sequence[int], request: Request, adapter: str | None) -> tuple[str, PendingAnswer]:
+    def add(
+        self, prompt: Sequence[int], images: PromptImages | None, request: Request, adapter: str | None
+    ) -> tuple[str, PendingAnswer]:
         """Start a request, or let it wait for another one with the same prompt. Returns its name. Called with the lock.
 
         Raises:
             ValueError: there is no such adapter.
         """
-        pending = PendingAnswer(tuple(prompt), request, self._adapters.begin(adapter))
+        pending = PendingAnswer(tuple(prompt), request, self._adapters.begin(adapter), images)
         name = f"request {self._count}"
         self._count += 1
         self._pending[name] = pending
@@ -127,10 +154,14 @@ class RunningRequests:
         sampling = pending.request.sampling
         self.manager.add_request(
             list(pending.prompt),
-            request_id=RequestName(name, pending.adapter),
+            request_id=RequestName(name, pending.adapter, pending.images),
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=list(sampling.stop_token_ids or ()),
         )
+
+    def _on_scheduled(self, requests: Sequence[FutureRequestState]) -> None:
+        for router in self._routers:
+            router.schedule(requests)
 
     def _on_first_token(self, name: str) -> None:
         """Start the requests that wait for the prompt of ``name``, which is in the cache now."""

@@ -166,7 +166,9 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         started: called on the generation thread with the name of a request that has its first token.
         stopped: called on the generation thread with the name of a request whose text has a stop string.
         scheduled: called on the generation thread before each forward, with its requests in the order of their tokens.
-        failed: called on the generation thread with the name of a request whose logits are not finite, and the text of an error.
+        failed: called on the generation thread with the name of a request whose logits are not finite, or which draws a refused token, and
+            the text of an error.
+        refused: tokens that stand for an image, a video or sound, which an answer does not have.
 
     Attributes:
         version: version of the weights of the next forward. Change it only while generation is paused.
@@ -179,11 +181,13 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         stopped: Callable[[str], None] = lambda name: None,
         scheduled: Callable[[Sequence[FutureRequestState]], None] = lambda requests: None,
         failed: Callable[[str, str], None] = lambda name, text: None,
+        refused: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
         self.version = version
         self._started, self._stopped, self._scheduled, self._failed = started, stopped, scheduled, failed
+        self._refused = refused
         self._requests: dict[str, Request] = {}
         self._outdated: frozenset[str] = frozenset()
         self._batch: list[FutureRequestState] = []
@@ -232,6 +236,9 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
                 # Broken weights must not look like an answer.
                 if not math.isfinite(logprob):
                     self._fail(name, logprob)
+                    continue
+                if token in self._refused:
+                    self._failed(name, f"the model drew the token {token}, which stands for an image, a video or sound")
                     continue
                 request.tokens.append(token)
                 request.logprobs.append(logprob)

@@ -68,28 +68,6 @@ class ServedAdapter:
             self._stream = stream
 
 
-class RequestName(str):
-    """Name of a request with its adapter.
-
-    The manager keeps the name for as long as it knows the request, which may be a forward longer than the rollout does.
-
-    Attributes:
-        adapter: the request's adapter; ``None`` for the model itself.
-    """
-
-    adapter: ServedAdapter | None
-
-    def __new__(cls, name: str, adapter: ServedAdapter | None) -> RequestName:
-        self = super().__new__(cls, name)
-        self.adapter = adapter
-        return self
-
-
-def adapter_of(name: str) -> ServedAdapter | None:
-    """Return the adapter of a request's name; ``None`` for the model itself."""
-    return name.adapter if isinstance(name, RequestName) else None
-
-
 class ServedAdapters:
     """The adapters of one rollout by name. Callers serialize all calls but :meth:`read`.
 

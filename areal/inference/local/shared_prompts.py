@@ -1,4 +1,4 @@
-"""Prompts that requests share: only requests of one adapter use the same keys and values."""
+"""Prompts that requests share: only requests of one adapter, with the same images, use the same keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.requests import RequestState
 
-from areal.inference.local.served_adapters import adapter_of
+from areal.inference.local.request_name import adapter_of, images_of
 
 _MOST = 2**31
 """Tokens are hashed as int32."""
@@ -36,13 +36,15 @@ def keyed_tokens(tokens: list[int], number: int, vocab: int) -> list[int]:
     return keyed
 
 
-def share_by_adapter(cache: PagedAttentionCache, vocab: int) -> None:
-    """Let a cache find and register blocks by their tokens and by the adapter of their request."""
+def share_by_content(cache: PagedAttentionCache, vocab: int) -> None:
+    """Let a cache find and register blocks by their tokens and images, and by the adapter of their request."""
     search = cache.search_prefix_match
 
     def keyed(request_id: str, tokens: list[int]) -> list[int]:
-        adapter = adapter_of(request_id)
-        return tokens if adapter is None else keyed_tokens(tokens, adapter.number, vocab)
+        adapter, images = adapter_of(request_id), images_of(request_id)
+        number = 0 if adapter is None else adapter.number
+        keyed = keyed_tokens(tokens, number, vocab)
+        return keyed if images is None else images.hashed(keyed, number, vocab)
 
     def mark(state: RequestState, complete_blocks: dict[str, int]) -> None:
         # Unlike transformers', also for a request that ends with its first token: batching is synchronous, and its blocks are not free yet.
@@ -57,7 +59,7 @@ def share_by_adapter(cache: PagedAttentionCache, vocab: int) -> None:
 
 
 PromptKey = tuple[int, tuple[int, ...]]
-"""Number of the adapter and tokens of the prompt."""
+"""Number of the adapter, and tokens of the prompt, with the hashes of its images."""
 
 
 class SharedPrompts:

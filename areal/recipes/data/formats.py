@@ -7,7 +7,6 @@ from typing import Any
 
 from areal.chat import Chat
 from areal.chat.answer import Message
-from areal.chat.pictures import pictures_of
 from areal.recipes.data.rows import DataRows, Row
 from areal.recipes.data.text import Text
 from areal.trainer.preference import Pair
@@ -41,21 +40,6 @@ def prompt_messages(row: Row, system: str = "") -> list[Message]:
     if not messages:
         raise ValueError("the row has no message before the answer")
     return _with_system(messages, system)
-
-
-def rollout_messages(row: Row, system: str = "") -> list[Message]:
-    """Return the first messages of a row that a rollout answers: see :func:`prompt_messages`.
-
-    Raises:
-        ValueError: as there; or a message has a picture, which a rollout would not send.
-    """
-    messages = prompt_messages(row, system)
-    if pictures_of(messages):
-        raise ValueError(
-            "a prompt has a picture, and rollouts send tokens alone: the model would answer without seeing it. Leave such rows out, train on "
-            "them with sft, or give trajectories their images in a loop of your own, as recipes/shapes does"
-        )
-    return messages
 
 
 def finished_messages(row: Row, system: str = "") -> list[Message]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal.chat.answer import Message, ParsedAnswer
+from areal.chat.pictures import pictures_of
+from areal.utils.data.image_prompt import Prompt
 from areal.utils.data.sequences import Segment, from_segments
 
 
@@ -40,6 +42,16 @@ class Text:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens before an answer. An earlier answer is part of the text."""
         return self._ids("\n".join(str(message["content"]) for message in messages), first=True)
+
+    def rollout_prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Return the tokens before an answer.
+
+        Raises:
+            ValueError: a message has a picture.
+        """
+        if pictures_of(messages):
+            raise ValueError("text = True with a picture in a prompt: plain text has none; use a chat template")
+        return self.prompt(messages)
 
     def segments(self, messages: Sequence[Message], train: Literal["all", "last"] = "all") -> tuple[Segment, ...]:
         """Return the tokens of a conversation of one answer, at its end. Trained are the answer and the end-of-sequence token.

@@ -11,7 +11,7 @@ import torch
 from areal import inference  # its names are imported when they are first used
 from areal.api import TrainEngine
 from areal.engine.model.hub import read_config
-from areal.engine.model.media import model_factory
+from areal.engine.model.media import image_rules, model_factory
 from areal.recipes.generation.started_server import StartedServer
 from areal.recipes.policy_config import PolicyConfig
 from areal.trainer.ppo import Sync
@@ -46,6 +46,25 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
     options = {"max_context": max_context, **_SIZES, **config.rollout}
     options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
+
+
+def check_pictures(config: PolicyConfig) -> None:
+    """Raise unless the rollout engine that the settings make answers prompts with pictures.
+
+    Raises:
+        ValueError: answers come from servers, or a replica cannot compute the images of the model.
+    """
+    if config.servers or config.start_server is not None:
+        raise ValueError(
+            "a prompt has a picture, and servers get tokens alone: leave servers and start_server out, so that a replica in this process "
+            "generates; or leave such rows out"
+        )
+    rules = image_rules(read_config(config.model), text_only=False)
+    if rules is not None and rules.bidirectional:
+        raise ValueError(
+            f"a prompt has a picture, and model = {config.model!r} computes images in both directions, which a replica cannot: leave such "
+            "rows out, or choose a Qwen model with images"
+        )
 
 
 def cache_tokens(config: PolicyConfig, ranks: int, sizes: Mapping[str, Any]) -> int:

@@ -21,6 +21,7 @@ import areal.tests.mutants.bugs.rollouts.client_processes
 import areal.tests.mutants.bugs.rollouts.concurrency
 import areal.tests.mutants.bugs.rollouts.episodes
 import areal.tests.mutants.bugs.rollouts.gateway
+import areal.tests.mutants.bugs.rollouts.image_prompts
 import areal.tests.mutants.bugs.rollouts.order
 import areal.tests.mutants.bugs.rollouts.recipes
 import areal.tests.mutants.bugs.rollouts.rewards

@@ -169,4 +169,4 @@ def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 def _sequence(talk: Conversation, reward: float, last: Step) -> Sequence:
     stats = {"turns": float(len(talk.answers)), "done": float(last.done)}
-    return Sequence(talk.segments, reward, truncated=not talk.answers[-1].complete, stats=stats)
+    return Sequence(talk.segments, reward, truncated=not talk.answers[-1].complete, stats=stats, images=talk.images)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections.abc
 from dataclasses import replace
 
 from areal.inference.protocol import Completion, RolloutClient, Sampling
+from areal.utils.data.image_prompt import Prompt
 from areal.utils.seeding import mixed
 
 
@@ -27,7 +27,7 @@ class SeededClient:
         """Version of the weights that generate now."""
         return self._client.version
 
-    async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Prompt, sampling: Sampling) -> Completion:
         """Generate an answer; see :meth:`RolloutClient.generate`."""
         # Requests with a seed are left as they are, and do not shift the seeds of others.
         if sampling.seed is None:

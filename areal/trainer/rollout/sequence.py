@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections.abc
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from areal.inference.protocol import Completion
+from areal.utils.data.image_prompt import Prompt, prompt_images, prompt_tokens
 from areal.utils.data.sequences import Segment, from_segments, where_trained
 
 
@@ -51,12 +51,13 @@ class Sequence:
             )
 
     @classmethod
-    def single(cls, prompt_ids: collections.abc.Sequence[int], completion: Completion, reward: float) -> Sequence:
+    def single(cls, prompt: Prompt, completion: Completion, reward: float) -> Sequence:
         """Return the sequence of a prompt and one answer."""
         return cls(
-            (Segment(list(prompt_ids), trainable=False), completion.segment()),
+            (Segment(list(prompt_tokens(prompt)), trainable=False), completion.segment()),
             reward,
             truncated=completion.finish_reason == "length",
+            images=prompt_images(prompt),
         )
 
     def sample(self, oldest: int | None = None) -> dict[str, Tensor]:

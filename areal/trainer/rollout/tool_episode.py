@@ -95,7 +95,8 @@ class ToolEpisode:
         calls = sum(len(answer.tool_calls) for answer in talk.answers)
         stats: dict[str, float] = {"turns": len(talk.answers), "tool_calls": calls, "tool_errors": errors}
         reward = await self._rewards(item, talk.messages)
-        return [Sequence(talk.segments, reward, truncated=not talk.answers[-1].complete, stats=stats)]
+        truncated = not talk.answers[-1].complete
+        return [Sequence(talk.segments, reward, truncated=truncated, stats=stats, images=talk.images)]
 
     def close(self) -> None:
         """Release the threads of tools and reward. Called when a runner closes; others may still use the episode."""

@@ -32,7 +32,7 @@ class TurnLimits:
     async def answer(self, client: RolloutClient, talk: Conversation) -> ParsedAnswer:
         """Generate the next answer of a conversation within the limits."""
         count = min(self._sampling.max_new_tokens, self._left(talk))
-        return talk.answer(await client.generate(talk.tokens, replace(self._sampling, max_new_tokens=count)))
+        return talk.answer(await client.generate(talk.prompt, replace(self._sampling, max_new_tokens=count)))
 
     def reached(self, talk: Conversation) -> bool:
         """Return whether the last answer is the last of the episode: incomplete, or at the limit of turns or tokens."""

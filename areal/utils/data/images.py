@@ -46,6 +46,12 @@ class Image:
     n_tokens: int
     grid: Grid | None = None
 
+    def digest(self) -> bytes:
+        """Return 16 bytes that are equal exactly for equal images."""
+        raw = self.pixels.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        form = repr((self.grid and self.grid[1:], str(self.pixels.dtype)[6:]))
+        return hashlib.blake2b(raw, digest_size=16, person=form.encode()[:16]).digest()
+
 
 @dataclass(frozen=True)
 class ImageRules(ABC):
@@ -230,7 +236,7 @@ class BatchImages:
             _check_runs(i, runs, images, rules)
             row = torch.full((len(tokens),), _TEXT)
             for (start, stop), image in zip(runs, images, strict=True):
-                number = numbers.setdefault(_digest(image), len(distinct))
+                number = numbers.setdefault(image.digest(), len(distinct))
                 if number == len(distinct):
                     distinct.append(image)
                     starts.append(starts[-1] + image.n_tokens)
@@ -328,10 +334,3 @@ def _runs(marked: Tensor) -> list[tuple[int, int]]:
     """Return start and end of each run of true values in ``[S]``."""
     edges = torch.nn.functional.pad(marked.to(torch.int8), (1, 1)).diff()
     return list(zip((edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist(), strict=True))
-
-
-def _digest(image: Image) -> bytes:
-    """Return bytes that are equal exactly for equal images."""
-    raw = image.pixels.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    form = repr((image.grid and image.grid[1:], str(image.pixels.dtype)[6:]))
-    return hashlib.blake2b(raw, digest_size=16, person=form.encode()[:16]).digest()

@@ -93,27 +93,50 @@ def test_what_cannot_be_read_is_named(processor: bool, message: str, tmp_path: P
         sft(model, given, output=tmp_path / "run", steps=1, **{**SETTINGS, "batch_size": 2}).train()
 
 
-@pytest.mark.world(1)
-def test_replica_of_a_model_with_images_answers_texts(tmp_path: Path) -> None:
-    """It has the trained weights, those after an update included: sampled log-probs are those of the engine."""
-    (tmp_path / "rows").mkdir()
-    settings = {**SETTINGS, "batch_size": 8, "lr": 1e-2, "output": tmp_path / "sft", "steps": 8}
+@pytest.mark.world(1, 2)
+def test_grpo_trains_on_prompts_with_pictures(tmp_path: Path) -> None:
+    """Sampled log-probs are those of the engine, before and after an update: both see the same picture, with the same weights."""
+    size = world().size
+    settings = {**SETTINGS, "lr": 1e-2, "backend": f"fsdp:d{size}"}
     # Random weights would answer with the token of an image.
-    sft(seeing_model(tmp_path / "model"), rows(tmp_path / "rows", 15), **settings).train()
-    questions = [{"messages": [{"role": "user", "content": "How many shapes ?"}]}] * 4
-    settings = {**SETTINGS, "max_new_tokens": 4, "groups": 2, "group_size": 2, "output": tmp_path / "run", "steps": 2}
-    grpo(str(tmp_path / "sft" / "model"), questions, reward, **settings).train()
+    with locked(tmp_path / "model"):
+        if not (tmp_path / "rows").exists():
+            seeing_model(tmp_path / "model")
+            (tmp_path / "rows").mkdir()
+    shown = rows(tmp_path / "rows", 15)
+    sft(str(tmp_path / "model"), shown, output=tmp_path / "sft", steps=8, batch_size=8, **settings).train()
+    questions = [{"messages": row["messages"][:1]} for row in rows(tmp_path / "rows", 3)]
+    run = grpo(
+        str(tmp_path / "sft" / "model"),
+        questions,
+        reward,
+        **{
+            **settings,
+            "temperature": 0.3,
+            "max_new_tokens": 4,
+            "groups": 4,
+            "group_size": 2,
+            "output": tmp_path / "run",
+            "steps": 2,
+        },
+    )
+    run.train()
     assert max(curve(tmp_path / "run", ("rollout/logprob_error",))["rollout/logprob_error"]) < 1e-5
+    # The weights of the tower are trained, too.
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / name / "model").model.visual.patch_embed.proj.weight
+        for name in ("sft", "run")
+    )
+    assert not torch.equal(before, after)
 
 
 @pytest.mark.world(1)
-def test_prompts_with_pictures_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    """Rollouts send tokens alone: answers would be sampled by a model that sees nothing."""
+def test_pictures_that_answers_cannot_see_are_refused_before_anything_starts(tmp_path: Path) -> None:
     model = seeing_model(tmp_path / "model")
     questions = [{"messages": row["messages"][:1], "answer": "one"} for row in rows(tmp_path, 4)]
     settings = {**SETTINGS, "max_new_tokens": 4, "output": tmp_path / "run", "steps": 1}
-    with pytest.raises(
-        ValueError, match=r"a prompt has a picture, and rollouts send tokens alone.*train on them with sft"
-    ):
-        grpo(model, questions, reward, **settings).train()
+    with pytest.raises(ValueError, match=r"a prompt has a picture, and servers get tokens alone"):
+        grpo(model, questions, reward, servers=("http://localhost:1",), **settings).train()
+    with pytest.raises(ValueError, match=r"text = True with a picture in a prompt"):
+        grpo(model, questions, reward, text=True, **settings).train()
     assert not (tmp_path / "run").exists()

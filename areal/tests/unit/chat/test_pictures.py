@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 import torch
 from PIL import Image
 from transformers import Gemma3ImageProcessorPil, Gemma3Processor, Qwen2VLImageProcessorPil
 
-from areal.chat import Chat, Pictures
-from areal.tests.unit.chat.agents import sampled
+from areal.chat import Chat, ParsedAnswer, Pictures
+from areal.inference.protocol import Sampling
+from areal.tests.unit.chat.agents import Scripted, sampled
 from areal.tests.unit.chat.templates import CHATML
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
+from areal.trainer.rollout import SingleTurn
+from areal.trainer.rollout.environment_episode import EnvironmentEpisode, Step
 from areal.trainer.rollout.sequence import Sequence
+from areal.utils.data.image_prompt import ImagePrompt, prompt_images
 from areal.utils.data.images import BatchImages, PatchRules, SquareRules
 
 VISUAL = CHATML.replace(
@@ -118,10 +125,42 @@ def test_a_conversation_goes_on_with_pictures() -> None:
     assert talk.tokens == chat.prompt(again)
     assert talk.tokens.count(token) == 8 + 4 + 4
     assert talk.images["image_grid_thw"].tolist() == [[1, 4, 8], [1, 4, 4], [1, 4, 4]]
+    # Clients of rollouts get both.
+    asked = talk.prompt
+    assert isinstance(asked, ImagePrompt)
+    assert list(asked.tokens) == talk.tokens
+    assert torch.equal(asked.images["pixel_values"], chat.images(again)["pixel_values"])
     # A sequence of reinforcement learning has them, also after a checkpoint.
     made = Sequence(talk.segments, 1.0, images=talk.images)
     for sequence in (made, Sequence.of_state(made.state())):
         assert torch.equal(sequence.sample()["pixel_values"], talk.images["pixel_values"])
+
+
+class Gallery:
+    """Shows another picture after the first answer."""
+
+    def reset(self, item: int) -> list[dict[str, Any]]:
+        return MESSAGES[:1]
+
+    def step(self, answer: ParsedAnswer) -> Step:
+        return Step([{"role": "user", "content": [picture(SMALL)]}], reward=1.0, done=answer.content == "end")
+
+
+def test_episodes_send_and_keep_pictures() -> None:
+    chat, token = visual_chat()
+    client = Scripted(*([*chat.template.ids(text), *chat.stop_token_ids[:1]] for text in ("two", "end")))
+    episode = EnvironmentEpisode(chat, Gallery, Sampling(max_new_tokens=8))
+    (played,) = asyncio.run(episode.run(client, 0))
+    single = SingleTurn(lambda item: chat.rollout_prompt(MESSAGES[:1]), lambda item, answer: 1.0, Sampling())
+    (answered,) = asyncio.run(single.run(client, 0))
+    for sequence, grids in ((played, [[1, 4, 8], [1, 4, 4], [1, 4, 4]]), (answered, [[1, 4, 8], [1, 4, 4]])):
+        sample = sequence.sample()
+        assert sample["image_grid_thw"].tolist() == grids
+        assert (sample["input_ids"] == token).sum() == sum(h * w // 4 for _, h, w in grids)
+    sent = [prompt_images(prompt)["image_grid_thw"].tolist() for prompt, _ in client.requests]
+    assert sent == [[[1, 4, 8], [1, 4, 4]], [[1, 4, 8], [1, 4, 4], [1, 4, 4]], [[1, 4, 8], [1, 4, 4]]]
+    episode.close()
+    single.close()
 
 
 def test_pictures_that_cannot_be_read_are_named() -> None:

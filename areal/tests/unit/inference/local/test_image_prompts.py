@@ -1,0 +1,173 @@
+"""Prompts with images on a replica: answers and log-probs are those of transformers, whatever else is generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from areal.inference.local.rollout import LocalRollout
+from areal.inference.local.sampler import log_probs
+from areal.inference.protocol import Completion, checked_prompt
+from areal.tests.grid.models import tiny_model
+from areal.tests.grid.vision_models import GRID_FAMILIES, IMAGE_TOKEN, VISION_FAMILIES, images, square_images, tokens
+from areal.tests.unit.inference.local.rollouts import CONTEXT, assert_logprobs, endless, model, run, run_in_step
+from areal.utils.data.image_prompt import ImagePrompt, Prompt, prompt_images, prompt_tokens
+from areal.utils.data.images import GRID
+from areal.weight_sync.apply import ModuleSource
+
+WIDE, SMALL, ONE = (1, 4, 8), (1, 4, 4), (1, 2, 2)
+FAMILIES = [name for name in GRID_FAMILIES if not name.startswith("qwen3_5")]
+
+
+def replica(family: str = "qwen2_5_vl", seed: int = 0) -> PreTrainedModel:
+    """Return a model that draws tokens of images rarely: their logits are 0, and others are large."""
+    made = tiny_model(VISION_FAMILIES[family](), seed).eval()
+    head = made.get_output_embeddings().weight
+    with torch.no_grad():
+        head.mul_(3.0)
+        head[IMAGE_TOKEN:] = 0
+    return made
+
+
+def rollout(made: PreTrainedModel, **options: Any) -> LocalRollout:
+    return LocalRollout(made, **{"max_context": CONTEXT, "max_requests": 24, **options})
+
+
+def prompt(*parts: int | tuple[int, int, int], seed: int, pixels: int | None = None) -> ImagePrompt:
+    """Return random text and images. ``pixels``: another seed for the images."""
+    grids = [part for part in parts if not isinstance(part, int)]
+    ids = tokens(*parts, seed=seed).tolist()
+    return ImagePrompt(tuple(ids), images(*grids, seed=seed if pixels is None else pixels))
+
+
+FIRST = prompt(5, WIDE, 4, SMALL, 3, seed=1)
+PROMPTS: list[Prompt] = [
+    FIRST,
+    # The same tokens, with other images.
+    prompt(5, WIDE, 4, SMALL, 3, seed=1, pixels=2),
+    # The same beginning, and then another image.
+    ImagePrompt(
+        FIRST.tokens,
+        {**FIRST.images, "pixel_values": FIRST.images["pixel_values"].clone().index_fill_(0, torch.tensor([40]), 1.0)},
+    ),
+    tokens(9, seed=3).tolist(),
+    prompt(ONE, 2, (1, 12, 12), 30, seed=4),
+    FIRST,
+    prompt(2, SMALL, seed=5),
+]
+
+
+@torch.no_grad()
+def whole_logprobs(made: PreTrainedModel, given: Prompt, answer: Completion) -> Tensor:
+    """Return the log-probs of an answer by one forward of transformers."""
+    ids = torch.tensor([[*prompt_tokens(given), *answer.tokens]])
+    kwargs: dict[str, Any] = {key: x.float() if x.is_floating_point() else x for key, x in prompt_images(given).items()}
+    if kwargs:
+        kwargs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    made.set_attn_implementation("sdpa")
+    logits = made(ids, use_cache=False, **kwargs).logits[0, -1 - len(answer.tokens) : -1]
+    assert answer.sampling is not None
+    chosen = torch.tensor(answer.tokens)[:, None]
+    return log_probs(logits, [answer.sampling] * len(chosen)).gather(1, chosen).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("qwen3_vl", {"max_batch_tokens": 24, "page_size": 4}),
+        ("qwen2_5_vl", {"max_requests": 2}),
+        ("qwen2_5_vl", {"cache_tokens": CONTEXT, "page_size": 4}),
+    ],
+    ids=[*FAMILIES, "split-prompts", "few-at-once", "full-cache"],
+)
+def test_answers_see_the_images_of_their_prompt(family: str, options: dict[str, Any]) -> None:
+    made = replica(family)
+    with rollout(made, **options) as engine:
+        asked = [engine.generate(each, endless(16, seed=i)) for i, each in enumerate([*PROMPTS, *PROMPTS])]
+        answers = run(*asked)
+    for given, answer in zip([*PROMPTS, *PROMPTS], answers, strict=True):
+        assert_logprobs(answer, whole_logprobs(made, given, answer))
+
+
+def test_prompt_is_shared_by_requests_with_the_same_images_only() -> None:
+    made, seen = replica(), []
+    tower = made.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with rollout(made) as engine:
+        counts = []
+        made.register_forward_pre_hook(
+            lambda _, args, kwargs: counts.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        run_in_step(engine, *(engine.generate(FIRST, endless(2, seed=i)) for i in range(4)))
+        first, encoded = sum(counts), list(seen)
+        counts.clear()
+        run(engine.generate(PROMPTS[1], endless(2, seed=9)))
+    tower.remove()
+    # One prompt, three times the tokens of its last page, and an answer's token for each.
+    length = len(FIRST.tokens)
+    assert first == length + 3 * (length - (length - 1) // 16 * 16) + 4
+    assert sum(counts) == length + 1
+    assert encoded == [len(FIRST.images["pixel_values"])]
+
+
+def test_images_are_encoded_by_the_weights_of_an_update() -> None:
+    made = replica()
+    with rollout(made) as engine:
+        run(engine.generate(FIRST, endless(4, seed=0)))
+        kept = engine._images.read(FIRST)  # as a request that still waits has it
+        assert kept is not None
+        kept.encoded.features(made)
+        engine.update(ModuleSource(replica(seed=1)).named_tensors(), version=1)
+        (answer,) = run(engine.generate(FIRST, endless(4, seed=0)))
+    assert set(answer.versions) == {1}
+    assert_logprobs(answer, whole_logprobs(replica(seed=1), FIRST, answer))
+
+
+def test_an_answer_with_the_token_of_an_image_fails_alone() -> None:
+    made = replica()
+    with torch.no_grad():
+        # Every hidden state prefers it, or its opposite.
+        made.get_output_embeddings().weight[:] = 0
+    with rollout(made) as engine:
+        wanted = endless(1, top_logprobs=1)
+        failed = [engine.generate([5, 6], endless(1, seed=seed)) for seed in range(300)]
+        results = run(*(_caught(each) for each in failed), engine.generate(FIRST, wanted))
+    refused = [each for each in results if isinstance(each, RuntimeError)]
+    assert 0 < len(refused) < 60
+    assert all("which stands for an image, a video or sound" in str(each) for each in refused)
+
+
+async def _caught(work: Any) -> Any:
+    try:
+        return await work
+    except RuntimeError as error:
+        return error
+
+
+def test_images_that_do_not_fit_are_named() -> None:
+    cut = {**FIRST.images, GRID: FIRST.images[GRID][:1]}
+    wrong: list[tuple[Prompt, str]] = [
+        (FIRST.tokens, r"runs of \[8, 4\] of the token 100, .* has images of \[\] tokens"),
+        (ImagePrompt(FIRST.tokens, cut), r"pixel_values of sample 0 .* its image_grid_thw needs"),
+        (ImagePrompt(FIRST.tokens[:-8], FIRST.images), r"has runs of \[8\]|has runs of \[8, \d\]"),
+    ]
+    with rollout(replica()) as engine:
+        for given, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                run(engine.generate(given, endless(1)))
+        with pytest.raises(ValueError, match="has images, and this request sends tokens alone"):
+            run(engine.prompt_logprobs(FIRST, endless(1)))  # type: ignore[arg-type]
+
+
+def test_models_that_cannot_compute_images_are_named() -> None:
+    squares = ImagePrompt(tuple(tokens(3, (1, 4, 4), seed=0).tolist()), square_images(1, seed=0))
+    with rollout(replica("gemma3")) as engine, pytest.raises(ValueError, match="'gemma3' see each other in both"):
+        run(engine.generate(squares, endless(1)))
+    with rollout(model()) as engine, pytest.raises(ValueError, match=r"'qwen3' takes none: choose one of gemma3"):
+        run(engine.generate(ImagePrompt((1, 2), FIRST.images), endless(1)))
+    with pytest.raises(ValueError, match="has images, and this request sends tokens alone"):
+        checked_prompt(FIRST)
