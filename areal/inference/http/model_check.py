@@ -10,12 +10,17 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from areal.engine.checkpoint.safetensors import TensorFiles
+from areal.engine.model.media import image_rules, media_tokens
+from areal.inference.http.sent_images import SentImages
 from areal.inference.http.server_connection import StatusError, Unavailable
 from areal.inference.http.servers.dialect import Ask, ServedModel
 from areal.inference.http.servers.http_call import HTTPCall, Tokenize, Tokenized
+from areal.inference.protocol import Completion
+from areal.utils.data.image_prompt import ImagePrompt, Prompt, prompt_tokens
+from areal.utils.data.images import PatchRules
 
 _SHAPE = (
     "model_type",
@@ -99,7 +104,7 @@ class ModelCheck:
         Raises:
             ValueError: it has; names both models.
         """
-        theirs = _Model(url, served.path, _shape_of(served.path), await _tokens_of(ask))
+        theirs = _Model(url, served.path, _shape_of(_config_of(served.path)), await _tokens_of(ask))
         ours = self._reference(theirs)
         if ours is theirs:
             return
@@ -127,9 +132,51 @@ class ModelCheck:
         self.vocab_size = size if isinstance(size, int) else None
         return reference
 
+    def images(self, prompt: Prompt) -> SentImages | None:
+        """Return the images of a prompt, to send to a server; ``None`` without any.
+
+        Raises:
+            ValueError: the model is unknown or takes no such images; or images and tokens do not match.
+        """
+        given = isinstance(prompt, ImagePrompt)
+        config = self._config
+        if config is None:
+            if given:
+                raise ValueError(
+                    "the prompt has images: pass model= to HTTPRollout, whose configuration says how they are sent"
+                )
+            return None
+        if not given and getattr(config, "image_token_id", None) not in prompt_tokens(prompt):
+            return None
+        rules = image_rules(config, text_only=False)
+        if not isinstance(rules, PatchRules):
+            raise ValueError(
+                f"the prompt has images, and those of model_type = {config.model_type!r} are not sent to servers: take Qwen2-VL or one of its "
+                "successors"
+            )
+        return SentImages.of(prompt, rules)
+
+    def checked(self, answer: Completion) -> Completion:
+        """Return an answer.
+
+        Raises:
+            RuntimeError: it has a token that stands for an image, a video or sound.
+        """
+        for token in self._media.intersection(answer.tokens):
+            raise RuntimeError(f"the model drew the token {token}, which stands for an image, a video or sound")
+        return answer
+
+    @functools.cached_property
+    def _media(self) -> frozenset[int]:
+        return frozenset() if self._config is None else media_tokens(self._config, None)
+
+    @functools.cached_property
+    def _config(self) -> PretrainedConfig | None:
+        return _config_of(self._model)
+
     @functools.cached_property
     def _shape(self) -> Mapping[str, object]:
-        return _shape_of(self._model)
+        return _shape_of(self._config)
 
     @functools.cached_property
     def _tokens(self) -> tuple[int, ...] | None:
@@ -159,16 +206,21 @@ def _local_folder(path: str) -> Path | None:
         return None
 
 
-def _shape_of(path: str | None) -> dict[str, object]:
-    """Return the fields of a model's shape; empty if its configuration cannot be read here."""
+def _config_of(path: str | None) -> PretrainedConfig | None:
+    """Return the configuration of a model; ``None`` if it cannot be read here."""
     folder = None if path is None else _local_folder(path)
     if folder is None or not (folder / "config.json").is_file():
-        return {}
+        return None
     try:
-        config = AutoConfig.from_pretrained(folder).get_text_config()
+        return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError):
-        return {}
-    return {name: getattr(config, name) for name in _SHAPE if getattr(config, name, None) is not None}
+        return None
+
+
+def _shape_of(config: PretrainedConfig | None) -> dict[str, object]:
+    """Return the fields of a model's shape; empty without a configuration."""
+    text = None if config is None else config.get_text_config()
+    return {name: getattr(text, name) for name in _SHAPE if getattr(text, name, None) is not None}
 
 
 def _other_weight(path: str, other: str) -> str | None:

@@ -32,7 +32,7 @@ from areal.inference.http.updates import WeightUpdates
 from areal.inference.protocol import Completion, Sampling, checked_prompt
 from areal.inference.stop_strings import StopStrings
 from areal.inference.together import gather_or_cancel
-from areal.utils.data.image_prompt import Prompt
+from areal.utils.data.image_prompt import Prompt, prompt_tokens
 from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
@@ -181,20 +181,22 @@ class HTTPRollout:
         """Generate an answer to a prompt. Cancelling the task aborts the request on the server.
 
         Raises:
-            ValueError: the prompt is empty, or has images or a token that the model does not have, prompt and ``max_new_tokens`` together
-                exceed the context, the dialect does not support the sampling parameters, the request has stop strings and ``model`` no
-                tokenizer, or the server rejects the request.
+            ValueError: the prompt is empty, has what the model or a server does not take, or exceeds the context together with
+                ``max_new_tokens``; the dialect does not support the sampling parameters; the request has stop strings and ``model`` no
+                tokenizer; or the server rejects the request.
             RuntimeError: the engine is closed or asleep, or another rank has the servers. No attempt succeeded within ``deadline``, a reply
-                does not have the documented form, or the weights of a server give log-probs that are not finite; names the server.
+                does not have the documented form or has the token of an image, or the weights of a server give log-probs that are not finite.
         """
         # Checked here, before a request is queued.
         self._check_awake()
         if not self.owns_servers:
             raise RuntimeError("the first rank owns the servers, and this is another: only the first generates")
-        prompt = checked_prompt(prompt_ids, self._model.vocab_size)
+        prompt = checked_prompt(prompt_tokens(prompt_ids), self._model.vocab_size)
+        images = self._model.images(prompt_ids)
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
-        return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop))))
+        answer = self._answer(Answer(prompt, sampling, stop, images))
+        return self._model.checked(await asyncio.wrap_future(self._submit(answer)))
 
     def sync(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights, or with an adapter of the dialect its selected adapter alone, to all servers. Collective over ``control``.

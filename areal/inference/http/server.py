@@ -225,12 +225,12 @@ class Server:
             silence: seconds without a reply after which the server must tell that it is healthy. Then the request goes on.
 
         Raises:
-            ValueError: the server rejects the request.
+            ValueError: the server rejects the request, or takes no images.
             RuntimeError: the reply cannot be, or its log-probs are not finite; :class:`Unavailable`: there is none.
         """
         if (routes := self.routes) is None or (version := self.version) is None:
             return None
-        call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
+        call = answer.request(routes, name, version)
         # An update can discard the request without cancelling the answer.
         try:
             return await self.requests.run(self._ask(routes, call, version, answer, silence))

@@ -52,18 +52,18 @@ def check_pictures(config: PolicyConfig) -> None:
     """Raise unless the rollout engine that the settings make answers prompts with pictures.
 
     Raises:
-        ValueError: answers come from servers, or a replica cannot compute the images of the model.
+        ValueError: answers come from SGLang servers, or the images of the model are not those of Qwen2-VL and its successors.
     """
-    if config.servers or config.start_server is not None:
+    if config.server_kind == "sglang" and (config.servers or config.start_server is not None):
         raise ValueError(
-            "a prompt has a picture, and servers get tokens alone: leave servers and start_server out, so that a replica in this process "
-            "generates; or leave such rows out"
+            "a prompt has a picture, and SGLang servers get tokens alone: take vLLM, or leave servers and start_server out, so that a replica "
+            "in this process generates; or leave such rows out"
         )
     rules = image_rules(read_config(config.model), text_only=False)
     if rules is not None and rules.bidirectional:
         raise ValueError(
-            f"a prompt has a picture, and model = {config.model!r} computes images in both directions, which a replica cannot: leave such "
-            "rows out, or choose a Qwen model with images"
+            f"a prompt has a picture, and model = {config.model!r} computes images in both directions, which a replica cannot, and servers "
+            "get no such images: leave such rows out, or choose a Qwen model with images"
         )
 
 

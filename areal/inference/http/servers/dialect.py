@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from areal.inference.http.sent_images import SentImages
 from areal.inference.http.servers.group_routes import GroupRoutes
 from areal.inference.http.servers.http_call import HTTPCall, LabelReply, LabelSpan, ReplyBody
 from areal.inference.protocol import FinishReason, Sampling, TopTokens
@@ -82,12 +83,14 @@ class ServedModel:
         max_context: maximum number of tokens of prompt and answer; ``None`` if unknown.
         adapter: name of a loaded adapter that answers requests, and that updates of the model would not replace; ``None`` for the model.
         checks_weights: the server refuses a directory that has a weight under another name or in another shape, and goes on.
+        normalizes: it normalises the pixels of images, and takes images before that.
     """
 
     path: str | None = None
     max_context: int | None = None
     adapter: str | None = None
     checks_weights: bool = True
+    normalizes: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,13 @@ class Routes(Protocol):
         """Requests that free device memory; ``None`` if the server cannot."""
 
     def generate(
-        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
+        self,
+        name: str,
+        prompt: Sequence[int],
+        generated: int,
+        sampling: Sampling,
+        seed: int,
+        images: SentImages | None = None,
     ) -> HTTPCall[ReplyBody]:
         """Return the request for the rest of an answer.
 
@@ -191,6 +200,10 @@ class Routes(Protocol):
             generated: number of tokens generated so far, at the end of ``prompt``.
             sampling: sampling parameters of the answer.
             seed: seed of the answer.
+            images: images of the prompt.
+
+        Raises:
+            ValueError: the prompt has images, and the server takes none.
         """
 
     def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:

@@ -11,6 +11,7 @@ from typing import Literal
 from safetensors import safe_open
 
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.inference.http.sent_images import SentImages
 from areal.inference.http.servers.dialect import (
     Ask,
     LabelRoutes,
@@ -136,8 +137,16 @@ class SGLangRoutes:
         )
 
     def generate(
-        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
+        self,
+        name: str,
+        prompt: Sequence[int],
+        generated: int,
+        sampling: Sampling,
+        seed: int,
+        images: SentImages | None = None,
     ) -> HTTPCall[SGLangGenerated]:
+        if images is not None:
+            raise ValueError("the prompt has images, and SGLang servers get tokens alone: use vLLM, or LocalRollout")
         truncated = _is_truncated(sampling)
         drawn = SGLangSampling(
             max_new_tokens=sampling.max_new_tokens - generated,

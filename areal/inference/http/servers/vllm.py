@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.inference.http.sent_images import SentImages
 from areal.inference.http.servers.dialect import (
     Ask,
     LabelRoutes,
@@ -31,6 +32,7 @@ from areal.inference.http.servers.http_call import (
     RequestBody,
     SetLabel,
 )
+from areal.inference.http.servers.vllm_images import features_of
 from areal.inference.http.servers.vllm_schemas import (
     VLLMChoiceBase,
     VLLMCompleted,
@@ -167,7 +169,7 @@ class VLLM:
 
     With ``--enable-scale-out``, requests go to ``/inference/v1/generate`` and run on across updates of the model: nothing is sent twice, and
     the server names the weights of each token. Otherwise they go to ``/v1/completions``, and an update interrupts them, as one of an adapter
-    does in any case.
+    does in any case. Prompts with images need the former, and ``--no-mm-device-do-normalize``.
 
     With ``Sampling.stop_token_ids=None``, answers also end at the end-of-sequence token of the server's tokenizer.
 
@@ -199,13 +201,15 @@ class VLLM:
         offered = await ask(HTTPCall.get("/openapi.json", OpenAPI))
         paths = set(offered.paths) if offered is not None else set()
         # Log-probs of another mode would be wrong without a word.
+        multimodal = None
         if "/server_info" in paths:
             info = await ask(HTTPCall.get("/server_info", VLLMServerInfo, {"config_format": "json"}))
-            mode = info.vllm_config.model_config_.logprobs_mode if info is not None else "processed_logprobs"
-            if mode != "processed_logprobs":
+            config = None if info is None else info.vllm_config.model_config_
+            multimodal = None if config is None else config.multimodal_config
+            if config is not None and config.logprobs_mode != "processed_logprobs":
                 raise ValueError(
-                    f"the server computes {mode}, which are not of the distribution that it draws from: start it with --logprobs-mode "
-                    "processed_logprobs"
+                    f"the server computes {config.logprobs_mode}, which are not of the distribution that it draws from: start it with "
+                    "--logprobs-mode processed_logprobs"
                 )
         if self.adapter is not None and offered is not None and "/v1/load_lora_adapter" not in paths:
             raise ValueError(
@@ -222,6 +226,7 @@ class VLLM:
             path=None if base is None else base.root,
             max_context=None if base is None else base.max_model_len,
             adapter=None if chosen is None or chosen.parent is None else chosen.id,
+            normalizes=multimodal is not None and multimodal.mm_device_do_normalize,
         )
         labels = {"/weight_info", "/update_weight_version"} <= paths
         kind = VLLMTokenRoutes if labels and "/inference/v1/generate" in paths else VLLMRoutes
@@ -248,8 +253,19 @@ class VLLMRoutes:
         self.labels = _LABELS if labels else None
 
     def generate(
-        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
+        self,
+        name: str,
+        prompt: Sequence[int],
+        generated: int,
+        sampling: Sampling,
+        seed: int,
+        images: SentImages | None = None,
     ) -> HTTPCall[ReplyBody]:
+        if images is not None:
+            raise ValueError(
+                "the prompt has images, and this server gets tokens alone: start vLLM with --enable-scale-out and "
+                "--no-mm-device-do-normalize"
+            )
         body = VLLMCompletion(
             model=self._model,
             prompt=list(prompt),
@@ -301,12 +317,25 @@ class VLLMTokenRoutes(VLLMRoutes):
             self.pauses = PauseRoutes(_KEEP, _ABORT, _RESUME, keeps_requests=True)
 
     def generate(
-        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
+        self,
+        name: str,
+        prompt: Sequence[int],
+        generated: int,
+        sampling: Sampling,
+        seed: int,
+        images: SentImages | None = None,
     ) -> HTTPCall[ReplyBody]:
+        if images is not None and self.served.normalizes:
+            raise ValueError(
+                "the prompt has images, and this server would normalise them a second time: start vLLM with --no-mm-device-do-normalize"
+            )
         # Stop strings need the text. The first of the most likely tokens is the sampled one, so that one more is needed.
         top = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
         drawn = VLLMSampling(**_drawing(sampling, generated, seed), logprobs=top, detokenize=bool(sampling.stop))
-        body = VLLMGenerate(request_id=name, model=self._model, token_ids=list(prompt), sampling_params=drawn)
+        features = None if images is None else features_of(images)
+        body = VLLMGenerate(
+            request_id=name, model=self._model, token_ids=list(prompt), sampling_params=drawn, features=features
+        )
         return HTTPCall("/inference/v1/generate", body, VLLMGeneratedTop if top else VLLMGenerated)
 
     def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:

@@ -15,6 +15,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from areal.inference.http.servers.http_call import LabelSpan, LogProb, ReplyBody, RequestBody, TokenId
+from areal.inference.http.servers.vllm_images import VLLMFeatures
 
 
 class VLLMDrawing(RequestBody):
@@ -151,6 +152,7 @@ class VLLMGenerate(RequestBody):
     model: str | None = None
     token_ids: list[TokenId] = Field(min_length=1)
     sampling_params: VLLMSampling
+    features: VLLMFeatures | None = None
 
 
 class VLLMTokenLogProb(TypedDict):
@@ -196,10 +198,17 @@ class VLLMGeneratedTop(VLLMGeneratedBase[VLLMPosition]):
     """Reply of ``/inference/v1/generate`` with the most likely tokens."""
 
 
+class VLLMMultimodalConfig(ReplyBody):
+    """``vllm_config.model_config.multimodal_config`` of ``GET /server_info``."""
+
+    mm_device_do_normalize: bool = False
+
+
 class VLLMModelConfig(ReplyBody):
     """``vllm_config.model_config`` of ``GET /server_info``."""
 
     logprobs_mode: str
+    multimodal_config: VLLMMultimodalConfig | None = None
 
 
 class VLLMConfig(ReplyBody):

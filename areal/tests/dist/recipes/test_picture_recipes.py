@@ -135,8 +135,8 @@ def test_pictures_that_answers_cannot_see_are_refused_before_anything_starts(tmp
     model = seeing_model(tmp_path / "model")
     questions = [{"messages": row["messages"][:1], "answer": "one"} for row in rows(tmp_path, 4)]
     settings = {**SETTINGS, "max_new_tokens": 4, "output": tmp_path / "run", "steps": 1}
-    with pytest.raises(ValueError, match=r"a prompt has a picture, and servers get tokens alone"):
-        grpo(model, questions, reward, servers=("http://localhost:1",), **settings).train()
+    with pytest.raises(ValueError, match=r"a prompt has a picture, and SGLang servers get tokens alone"):
+        grpo(model, questions, reward, servers=("http://localhost:1",), server_kind="sglang", **settings).train()
     with pytest.raises(ValueError, match=r"text = True with a picture in a prompt"):
         grpo(model, questions, reward, text=True, **settings).train()
     assert not (tmp_path / "run").exists()

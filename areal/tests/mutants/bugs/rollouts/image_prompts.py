@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,3 +52,26 @@ def features_of_older_weights(right: Function) -> Function:
 def pictures_are_not_sent(right: Function) -> Function:
     """Clients get the tokens of pictures alone."""
     return lambda self, messages: list(prompt_tokens(right(self, messages)))
+
+
+@mutant(
+    "areal.inference.http.sent_images:SentImages.under",
+    "unit/inference/http/test_sent_images.py::test_names_of_images_differ_by_pixels_and_weights",
+)
+def images_named_for_all_weights(right: Function) -> Function:
+    """A server keeps what older weights have encoded."""
+    return lambda self, version: self
+
+
+@mutant(
+    "areal.inference.http.model_check:ModelCheck.images",
+    "unit/inference/http/test_sent_images.py::test_request_has_each_image_with_its_tokens",
+)
+def images_sent_in_the_wrong_order(right: Function) -> Function:
+    """The images of a prompt are sent in the reverse order."""
+
+    def wrong(self: Any, prompt: Any) -> Any:
+        made = right(self, prompt)
+        return None if made is None else replace(made, images=made.images[::-1])
+
+    return wrong

@@ -6,73 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal.inference.local.rollout import LocalRollout
-from areal.inference.local.sampler import log_probs
-from areal.inference.protocol import Completion, checked_prompt
+from areal.inference.protocol import checked_prompt
 from areal.tests.grid.models import tiny_model
-from areal.tests.grid.vision_models import GRID_FAMILIES, IMAGE_TOKEN, VISION_FAMILIES, images, square_images, tokens
+from areal.tests.grid.vision_models import GRID_FAMILIES, VISION_FAMILIES, square_images, tokens
+from areal.tests.unit.inference.local.image_prompts import FIRST, PROMPTS, rarely_drawing, whole_logprobs
 from areal.tests.unit.inference.local.rollouts import CONTEXT, assert_logprobs, endless, model, run, run_in_step
-from areal.utils.data.image_prompt import ImagePrompt, Prompt, prompt_images, prompt_tokens
+from areal.utils.data.image_prompt import ImagePrompt, Prompt
 from areal.utils.data.images import GRID
 from areal.weight_sync.apply import ModuleSource
 
-WIDE, SMALL, ONE = (1, 4, 8), (1, 4, 4), (1, 2, 2)
 FAMILIES = [name for name in GRID_FAMILIES if not name.startswith("qwen3_5")]
 
 
 def replica(family: str = "qwen2_5_vl", seed: int = 0) -> PreTrainedModel:
-    """Return a model that draws tokens of images rarely: their logits are 0, and others are large."""
-    made = tiny_model(VISION_FAMILIES[family](), seed).eval()
-    head = made.get_output_embeddings().weight
-    with torch.no_grad():
-        head.mul_(3.0)
-        head[IMAGE_TOKEN:] = 0
-    return made
+    return rarely_drawing(tiny_model(VISION_FAMILIES[family](), seed).eval())
 
 
 def rollout(made: PreTrainedModel, **options: Any) -> LocalRollout:
     return LocalRollout(made, **{"max_context": CONTEXT, "max_requests": 24, **options})
-
-
-def prompt(*parts: int | tuple[int, int, int], seed: int, pixels: int | None = None) -> ImagePrompt:
-    """Return random text and images. ``pixels``: another seed for the images."""
-    grids = [part for part in parts if not isinstance(part, int)]
-    ids = tokens(*parts, seed=seed).tolist()
-    return ImagePrompt(tuple(ids), images(*grids, seed=seed if pixels is None else pixels))
-
-
-FIRST = prompt(5, WIDE, 4, SMALL, 3, seed=1)
-PROMPTS: list[Prompt] = [
-    FIRST,
-    # The same tokens, with other images.
-    prompt(5, WIDE, 4, SMALL, 3, seed=1, pixels=2),
-    # The same beginning, and then another image.
-    ImagePrompt(
-        FIRST.tokens,
-        {**FIRST.images, "pixel_values": FIRST.images["pixel_values"].clone().index_fill_(0, torch.tensor([40]), 1.0)},
-    ),
-    tokens(9, seed=3).tolist(),
-    prompt(ONE, 2, (1, 12, 12), 30, seed=4),
-    FIRST,
-    prompt(2, SMALL, seed=5),
-]
-
-
-@torch.no_grad()
-def whole_logprobs(made: PreTrainedModel, given: Prompt, answer: Completion) -> Tensor:
-    """Return the log-probs of an answer by one forward of transformers."""
-    ids = torch.tensor([[*prompt_tokens(given), *answer.tokens]])
-    kwargs: dict[str, Any] = {key: x.float() if x.is_floating_point() else x for key, x in prompt_images(given).items()}
-    if kwargs:
-        kwargs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
-    made.set_attn_implementation("sdpa")
-    logits = made(ids, use_cache=False, **kwargs).logits[0, -1 - len(answer.tokens) : -1]
-    assert answer.sampling is not None
-    chosen = torch.tensor(answer.tokens)[:, None]
-    return log_probs(logits, [answer.sampling] * len(chosen)).gather(1, chosen).squeeze(1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Images that a vLLM server gets beside tokens."""
