@@ -113,7 +113,7 @@ def buffer_for_each_tensor(right: Function) -> Function:
 # ---- after the loss of a process
 
 _RECOVERY = "dist/dispatch/test_recovery.py::test_"
-_RESTORE = "unit/rollout/test_restore.py::test_state_that_is_read_before_the_first_advance_starts_nothing"
+_RESTORE = "unit/rollout/test_restore.py::test_state_loaded_during_a_run_replaces_running_episodes[1]"
 
 
 @mutant("areal.dispatch.group:WorkerGroup._remember", f"{_RECOVERY}restart_skips_an_asynchronous_save*")
@@ -153,13 +153,14 @@ def loader_goes_on_without_a_checkpoint(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.trainer.rollout.runner:Runner._start_allowed", _RESTORE)
+@mutant("areal.trainer.rollout.runner:Runner.load_state_dict", _RESTORE)
 def restored_runner_does_not_wait_for_weights(right: Function) -> Function:
     """Episodes start when a state is loaded, before its weights are sent."""
 
-    def wrong(self: Any) -> None:
+    def wrong(self: Any, state: Any) -> None:
+        right(self, state)
         self._waits = False
-        right(self)
+        self._soon(self._start_allowed)
 
     return wrong
 

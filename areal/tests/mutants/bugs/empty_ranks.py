@@ -53,9 +53,9 @@ def filler_has_a_gradient(right: Function) -> Function:
 def empty_global_batch_runs_fillers(right: Function) -> Function:
     """A global batch without samples runs fillers on all ranks instead of raising."""
 
-    def wrong(self: Any, plan_here: Any, schedule: Any, *, must_differ: bool) -> Any:
+    def wrong(self: Any, plan_here: Any, *args: Any, **options: Any) -> Any:
         try:
-            return right(self, plan_here, schedule, must_differ=must_differ)
+            return right(self, plan_here, *args, **options)
         except ValueError as error:
             if "empty batch" not in str(error):
                 raise

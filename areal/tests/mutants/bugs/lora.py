@@ -167,8 +167,8 @@ def run_begins_one_sample_late(right: Function) -> Function:
     """The first sample of a run has the adapter of the run before."""
 
     def wrong(self: Any, length: Any, layout: Any, adapters: Any) -> Any:
-        def shifted(seqlens: Any, padded: Any, tree: Any, wanted: Any, named: Any) -> Any:
-            return layout(seqlens, padded, tree, wanted, named and (named[0], *named[:-1]))
+        def shifted(seqlens: Any, padded: Any, tree: Any, wanted: Any, named: Any, *more: Any) -> Any:
+            return layout(seqlens, padded, tree, wanted, named and (named[0], *named[:-1]), *more)
 
         for mb in right(self, length, shifted, adapters):
             yield dataclasses.replace(mb, adapters=mb.adapters and (mb.adapters[0], *mb.adapters[:-1]))

@@ -29,7 +29,7 @@ def first_error_of_this_rank_only(right: Function) -> Function:
 )
 def staleness_not_measured(right: Function) -> Function:
     """The age of a sequence is not measured, so that a run goes on whose weights never reach the rollout."""
-    return lambda self, default: default
+    return lambda self, default, oldest=None: default
 
 
 @mutant(
