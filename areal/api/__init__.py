@@ -27,6 +27,7 @@ from areal.api.config import (
     OptimizerConfig,
     TrainEngineConfig,
 )
+from areal.api.config_sections import MuonConfig
 from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
@@ -75,6 +76,7 @@ __all__ = [
     "MicroBatchList",
     "MicroBatchSpec",
     "MoEConfig",
+    "MuonConfig",
     "NamedTensor",
     "Normalization",
     "OptimStats",

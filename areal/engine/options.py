@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from areal.api.config import BackendConfig, TrainEngineConfig
+from areal.api.config import BackendConfig, OptimizerConfig, TrainEngineConfig
 from areal.api.parallel import ParallelDims
 
 TEMPLATE_OPTIONS = frozenset(
@@ -24,12 +24,18 @@ TEMPLATE_OPTIONS = frozenset(
 )
 """Options that :class:`~areal.engine.base.BaseTrainEngine` honours for every engine."""
 
+OPTIMIZER_OPTIONS = frozenset(f"optimizer.{name}" for name in OptimizerConfig.model_fields) - {"optimizer.muon"}
+"""Options of the optimizers that every engine has."""
+
 MODEL_OPTIONS = TEMPLATE_OPTIONS | {
     *("dtype", "master_dtype", "grad_reduce_dtype"),
     *("init_from_scratch", "value_head", "temperature", "fp32_head", "kept_logits_mb", "mb_spec", "moe", "lora"),
-    *("optimizer", "activation_checkpointing", "offload_dir", "memory_limit_mb"),
+    *(*OPTIMIZER_OPTIONS, "activation_checkpointing", "offload_dir", "memory_limit_mb"),
 }
 """Options that every engine of torch modules honours."""
+
+_OPTIMIZERS = ("adamw", "sgd")
+"""Values of ``optimizer.type`` that every engine has."""
 
 _ONCE_PER_CALL = ("grad_sync", "call")
 """An engine without the option ``grad_sync`` reduces gradients once, so that this value is not refused."""
@@ -80,7 +86,22 @@ def engine_config(engine: type, config: TrainEngineConfig) -> TrainEngineConfig:
             f"{', '.join(unsupported)} with backend = '{config.dims}': the {config.dims.backend} engine does not support this; "
             "leave it out, or choose another engine"
         )
+    _check_optimizer(config, getattr(engine, "optimizers", _OPTIMIZERS))
     return config
+
+
+def _check_optimizer(config: TrainEngineConfig, supported: Sequence[str]) -> None:
+    """Raise unless an engine has the configured optimizer: its class may list them as ``optimizers``."""
+    kind = None if config.optimizer is None else config.optimizer.type
+    if kind is not None and kind not in supported:
+        raise ValueError(
+            f"optimizer.type = {kind!r} with backend = '{config.dims}', which has {', '.join(supported)}: choose one of them, or fsdp"
+        )
+    if kind == "muon" and config.lora is not None:
+        raise ValueError(
+            "optimizer.type = 'muon' with lora: updates of the factors of an adapter would be orthogonal, not those of the weights; choose "
+            "'adamw'"
+        )
 
 
 def process_dims(engine: type, config: TrainEngineConfig) -> ParallelDims:

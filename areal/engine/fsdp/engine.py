@@ -51,6 +51,8 @@ from areal.engine.recurrence.rows import check_whole_runs
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.engine.torch.checkpoint import ShardedCheckpointer
 from areal.engine.torch.model_chunks import ModelChunks
+from areal.engine.torch.muon.matrices import matrices_of
+from areal.engine.torch.muon.optimizer import Muon
 from areal.engine.torch.offload import ShardedOffload
 from areal.engine.torch.pipeline_split import plan_pipeline_split
 from areal.engine.torch.weights import ShardedWeights, init_weights, load_weights
@@ -68,8 +70,9 @@ class FSDPEngine(BaseTrainEngine):
     """
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("drctpve")
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     _gradients: grad.FSDPGradients | None = None
-    supported_options: ClassVar[frozenset[str]] = MODEL_OPTIONS | {"grad_sync"}
+    supported_options: ClassVar[frozenset[str]] = MODEL_OPTIONS | {"grad_sync", "optimizer.muon"}
     config_class: ClassVar[type[FSDPConfig]] = FSDPConfig
 
     def __init__(self, config: TrainEngineConfig) -> None:
@@ -322,14 +325,18 @@ class FSDPEngine(BaseTrainEngine):
         parameters = [parameter for _, parameter in named]
         counted = [parameter for parameter in parameters if id(parameter) not in copies]
         return ClippingOptimizer(
-            self._torch_optimizer(named, config),
+            self._torch_optimizer(chunks, named, config),
             config,
             spec.total_train_steps,
             global_norm=lambda: global_norm(counted, chunks.group),
             scale_grads=lambda factor: scale(parameters, factor),
         )
 
-    def _torch_optimizer(self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    def _torch_optimizer(
+        self, chunks: ModelChunks, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig
+    ) -> torch.optim.Optimizer:
+        if config.type == "muon":
+            return Muon(named, matrices_of(chunks.full_model, chunks.full_model.hf.config), config)
         names, parameters = zip(*named, strict=True)
         if self.config.fsdp.optimizer_state_dtype == "float32":
             return torch_optimizer(parameters, config)

@@ -38,7 +38,7 @@ from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.hub import max_positions, model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
-from areal.engine.options import TEMPLATE_OPTIONS
+from areal.engine.options import OPTIMIZER_OPTIONS, TEMPLATE_OPTIONS
 from areal.engine.schedule import SequentialSchedule
 from areal.utils.functional.logprobs import default_keep_bytes
 
@@ -53,7 +53,7 @@ class JAXEngine(BaseTrainEngine):
     layout_letters: ClassVar[frozenset[str]] = frozenset("drcte")
     supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
         *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
-        *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing", "offload_dir", "lora"),
+        *("kept_logits_mb", "mb_spec", *OPTIMIZER_OPTIONS, "activation_checkpointing", "offload_dir", "lora"),
     }
     config_class: ClassVar[type[JAXConfig]] = JAXConfig
 

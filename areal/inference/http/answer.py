@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from areal.inference.http.sent_images import SentImages
-from areal.inference.http.servers.dialect import ReplyPart, Routes
+from areal.inference.http.servers.dialect import ImageRoutes, ReplyPart, Routes
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 from areal.inference.protocol import Completion, FinishReason, Sampling, TopTokens
 from areal.inference.stop_strings import StopStrings
@@ -58,9 +58,15 @@ class Answer:
         Raises:
             ValueError: the prompt has images, and the server takes none.
         """
-        images = None if self.images is None else self.images.under(version)
-        text = self.prompt + self.tokens
-        return routes.generate(name, text, len(self.tokens), self.sampling, self.seed, images)
+        what = (name, self.prompt + self.tokens, len(self.tokens), self.sampling, self.seed)
+        if self.images is None:
+            return routes.generate(*what)
+        if not isinstance(routes, ImageRoutes):
+            raise ValueError(
+                "the prompt has images, and this server gets tokens alone: start vLLM with --enable-scale-out and "
+                "--no-mm-device-do-normalize, or generate with LocalRollout"
+            )
+        return routes.generate_with_images(*what, self.images.under(version))
 
     def note_life(self) -> None:
         """Note that the server that generates the next tokens is healthy."""

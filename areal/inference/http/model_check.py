@@ -162,12 +162,13 @@ class ModelCheck:
         Raises:
             RuntimeError: it has a token that stands for an image, a video or sound.
         """
-        for token in self._media.intersection(answer.tokens):
+        for token in self.media.intersection(answer.tokens):
             raise RuntimeError(f"the model drew the token {token}, which stands for an image, a video or sound")
         return answer
 
     @functools.cached_property
-    def _media(self) -> frozenset[int]:
+    def media(self) -> frozenset[int]:
+        """Tokens that stand for an image, a video or sound."""
         return frozenset() if self._config is None else media_tokens(self._config, None)
 
     @functools.cached_property

@@ -32,7 +32,7 @@ from areal.inference.http.updates import WeightUpdates
 from areal.inference.protocol import Completion, Sampling, checked_prompt
 from areal.inference.stop_strings import StopStrings
 from areal.inference.together import gather_or_cancel
-from areal.utils.data.image_prompt import Prompt, prompt_tokens
+from areal.utils.data.image_prompt import ImagePrompt, Prompt
 from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
@@ -191,12 +191,13 @@ class HTTPRollout:
         self._check_awake()
         if not self.owns_servers:
             raise RuntimeError("the first rank owns the servers, and this is another: only the first generates")
-        prompt = checked_prompt(prompt_tokens(prompt_ids), self._model.vocab_size)
-        images = self._model.images(prompt_ids)
+        tokens, media = prompt_ids.tokens if isinstance(prompt_ids, ImagePrompt) else prompt_ids, self._model.media
+        prompt = checked_prompt(tokens, self._model.vocab_size)
+        images = None if tokens is prompt_ids and media.isdisjoint(prompt) else self._model.images(prompt_ids)
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
-        answer = self._answer(Answer(prompt, sampling, stop, images))
-        return self._model.checked(await asyncio.wrap_future(self._submit(answer)))
+        answer = await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop, images))))
+        return answer if media.isdisjoint(answer.tokens) else self._model.checked(answer)
 
     def sync(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights, or with an adapter of the dialect its selected adapter alone, to all servers. Collective over ``control``.

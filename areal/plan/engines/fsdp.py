@@ -43,8 +43,10 @@ class PlannedEngine(PlannedStep, FSDPEngine):
                 for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
                     group._validate_no_meta_params = nothing
 
-    def _torch_optimizer(self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
-        return without_update(super()._torch_optimizer(named, config))
+    def _torch_optimizer(
+        self, chunks: ModelChunks, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig
+    ) -> Optimizer:
+        return without_update(super()._torch_optimizer(chunks, named, config))
 
     @property
     def chunks(self) -> ModelChunks:

@@ -184,6 +184,7 @@ class Option:
 
 HALF = {"dtype": "bfloat16"}
 SGD = {"optimizer.type": "sgd"}
+MUON = {"optimizer.type": "muon"}
 DEEP = {"path": lambda: model_dir("qwen3", num_hidden_layers=4)}
 EXPERTS = {"path": lambda: family_dir("qwen3_moe")}
 LORA = {"lora.rank": 3}
@@ -221,6 +222,11 @@ OPTIONS: dict[str, Option] = {
     "optimizer.beta2": Option(0.5, numbers),
     "optimizer.eps": Option(0.1, numbers),
     "optimizer.momentum": Option(0.9, numbers, SGD),
+    "optimizer.muon.momentum": Option(0.5, numbers, MUON),
+    "optimizer.muon.nesterov": Option(False, numbers, MUON),
+    "optimizer.muon.steps": Option(2, numbers, MUON),
+    "optimizer.muon.dtype": Option("float32", numbers, MUON),
+    "optimizer.muon.scale": Option("original", numbers, MUON),
     "optimizer.gradient_clipping": Option(0.01, numbers, SGD),
     "optimizer.lr_scheduler": Option("linear", numbers),
     "optimizer.warmup_steps": Option(2, numbers),
@@ -294,6 +300,7 @@ REFUSED = {
     ("jax", "grad_sync"),
     ("jax", "memory_limit_mb"),  # its peak is that of the compiler
     *(("jax", option) for option in OPTIONS if option.startswith("moe.")),
+    *((engine, option) for engine in ("megatron", "jax") for option in OPTIONS if option.startswith("optimizer.muon.")),
     *(
         (engine, option)
         for engine in ENGINES

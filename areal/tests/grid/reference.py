@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from areal.api import IGNORE_INDEX, Batch, LossFn, LossWeightFn, Metric, OptimizerConfig, StepSettings, TokenOutputs
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import VALUE_HEAD
+from areal.tests.grid.muon_reference import ReferenceMuon
 from areal.tests.grid.vision_models import IMAGE_TOKEN, VISION_FAMILIES
 
 Sample = Mapping[str, Any]
@@ -68,7 +69,7 @@ class Reference:
                 self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).double().eval()
         self._temperature = temperature
         self._value_head = None if value_head is None else torch.nn.Parameter(value_head.detach().double().clone())
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: torch.optim.Optimizer | ReferenceMuon | None = None
         self._pending = ReferenceStep(0.0, {}, {}, {})
 
     # ---- outputs
@@ -175,18 +176,26 @@ class Reference:
     # ---- optimizer
 
     def make_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
-        """Create torch's AdamW or SGD over all weights."""
+        """Create torch's AdamW or SGD over all weights, or Muon."""
         weights = [parameter for _, parameter in self.named_parameters()]
         if config.type == "sgd":
             self._optimizer = torch.optim.SGD(
                 weights, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
             )
+        elif config.type == "muon":
+            self._optimizer = ReferenceMuon(list(self.named_parameters()), config, self._qkv())
         else:
             betas = (config.beta1, config.beta2)
             self._optimizer = torch.optim.AdamW(
                 weights, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, foreach=False
             )
         self._config, self._total_steps, self._taken = config, total_steps, 0
+
+    def _qkv(self) -> tuple[int, int]:
+        """Return the rows of queries, and of keys or values."""
+        text = self.model.config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return text.num_attention_heads * head, text.num_key_value_heads * head
 
     def optimizer_step(self, settings: StepSettings | None = None) -> tuple[float, float]:
         """Clip to the global norm, step, discard gradients. Returns the norm before clipping, and the learning rate."""
@@ -201,7 +210,7 @@ class Reference:
                 gradient *= limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
         rate = config.lr * learning_rate(config, self._total_steps)(self._taken)
         usual = {"lr": rate, "weight_decay": config.weight_decay}
-        if config.type == "adamw":
+        if config.type != "sgd":
             usual |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
         values = {name: value if own[name] is None else own[name] for name, value in usual.items()}
         for group in self._optimizer.param_groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from areal.inference.http.sent_images import SentImages
 from areal.inference.http.servers.group_routes import GroupRoutes
@@ -165,7 +165,7 @@ class Dialect(Protocol):
 
 
 class Routes(Protocol):
-    """Requests of one server."""
+    """Requests of one server. Those that take images have a method ``generate_with_images`` (see :class:`ImageRoutes`)."""
 
     @property
     def served(self) -> ServedModel:
@@ -184,13 +184,7 @@ class Routes(Protocol):
         """Requests that free device memory; ``None`` if the server cannot."""
 
     def generate(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        generated: int,
-        sampling: Sampling,
-        seed: int,
-        images: SentImages | None = None,
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[ReplyBody]:
         """Return the request for the rest of an answer.
 
@@ -200,10 +194,6 @@ class Routes(Protocol):
             generated: number of tokens generated so far, at the end of ``prompt``.
             sampling: sampling parameters of the answer.
             seed: seed of the answer.
-            images: images of the prompt.
-
-        Raises:
-            ValueError: the prompt has images, and the server takes none.
         """
 
     def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:
@@ -218,3 +208,17 @@ class Routes(Protocol):
 
     def load(self, folder: str, label: str) -> Sequence[HTTPCall[ReplyBody]]:
         """Return the requests that load weights from a directory. Those before the last one make room for it, and may fail."""
+
+
+@runtime_checkable
+class ImageRoutes(Protocol):
+    """Requests of one server that takes images."""
+
+    def generate_with_images(
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int, images: SentImages
+    ) -> HTTPCall[ReplyBody]:
+        """Return the request for the rest of an answer to a prompt with images. Arguments as for :meth:`Routes.generate`.
+
+        Raises:
+            ValueError: the server was not started for such images.
+        """

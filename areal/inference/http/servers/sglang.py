@@ -11,7 +11,6 @@ from typing import Literal
 from safetensors import safe_open
 
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.inference.http.sent_images import SentImages
 from areal.inference.http.servers.dialect import (
     Ask,
     LabelRoutes,
@@ -137,16 +136,8 @@ class SGLangRoutes:
         )
 
     def generate(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        generated: int,
-        sampling: Sampling,
-        seed: int,
-        images: SentImages | None = None,
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[SGLangGenerated]:
-        if images is not None:
-            raise ValueError("the prompt has images, and SGLang servers get tokens alone: use vLLM, or LocalRollout")
         truncated = _is_truncated(sampling)
         drawn = SGLangSampling(
             max_new_tokens=sampling.max_new_tokens - generated,

@@ -32,7 +32,7 @@ from areal.inference.http.servers.http_call import (
     RequestBody,
     SetLabel,
 )
-from areal.inference.http.servers.vllm_images import features_of
+from areal.inference.http.servers.vllm_images import VLLMFeatures, features_of
 from areal.inference.http.servers.vllm_schemas import (
     VLLMChoiceBase,
     VLLMCompleted,
@@ -253,19 +253,8 @@ class VLLMRoutes:
         self.labels = _LABELS if labels else None
 
     def generate(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        generated: int,
-        sampling: Sampling,
-        seed: int,
-        images: SentImages | None = None,
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[ReplyBody]:
-        if images is not None:
-            raise ValueError(
-                "the prompt has images, and this server gets tokens alone: start vLLM with --enable-scale-out and "
-                "--no-mm-device-do-normalize"
-            )
         body = VLLMCompletion(
             model=self._model,
             prompt=list(prompt),
@@ -317,22 +306,30 @@ class VLLMTokenRoutes(VLLMRoutes):
             self.pauses = PauseRoutes(_KEEP, _ABORT, _RESUME, keeps_requests=True)
 
     def generate(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        generated: int,
-        sampling: Sampling,
-        seed: int,
-        images: SentImages | None = None,
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[ReplyBody]:
-        if images is not None and self.served.normalizes:
+        return self._request(name, prompt, _drawing(sampling, generated, seed), sampling)
+
+    def generate_with_images(
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int, images: SentImages
+    ) -> HTTPCall[ReplyBody]:
+        if self.served.normalizes:
             raise ValueError(
                 "the prompt has images, and this server would normalise them a second time: start vLLM with --no-mm-device-do-normalize"
             )
+        return self._request(name, prompt, _drawing(sampling, generated, seed), sampling, features_of(images))
+
+    def _request(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        drawing: dict[str, Any],
+        sampling: Sampling,
+        features: VLLMFeatures | None = None,
+    ) -> HTTPCall[ReplyBody]:
         # Stop strings need the text. The first of the most likely tokens is the sampled one, so that one more is needed.
         top = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
-        drawn = VLLMSampling(**_drawing(sampling, generated, seed), logprobs=top, detokenize=bool(sampling.stop))
-        features = None if images is None else features_of(images)
+        drawn = VLLMSampling(**drawing, logprobs=top, detokenize=bool(sampling.stop))
         body = VLLMGenerate(
             request_id=name, model=self._model, token_ids=list(prompt), sampling_params=drawn, features=features
         )

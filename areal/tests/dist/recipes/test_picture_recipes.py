@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 from pathlib import Path
@@ -48,7 +49,10 @@ def rows(folder: Path, number: int) -> list[dict[str, Any]]:
     rng, made = random.Random(0), []
     for i in range(number):
         question, answer = shapes().conversation(1 + i % 4, rng)
-        question["content"][0]["image"].save(folder / f"{i}.png")
+        # Each rank writes the files, and another may read them meanwhile.
+        own = folder / f"{i}-{os.getpid()}.png"
+        question["content"][0]["image"].save(own)
+        own.replace(folder / f"{i}.png")
         question["content"][0]["image"] = str(folder / f"{i}.png")
         made.append({"messages": [question, answer]})
     return [

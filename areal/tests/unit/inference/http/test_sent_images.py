@@ -92,7 +92,7 @@ def test_names_of_images_differ_by_pixels_and_weights(tmp_path: Path) -> None:
     [
         (VLLMRoutes(None, None, ServedModel(), labels=True), "start vLLM with --enable-scale-out"),
         (routes(normalizes=True), "would normalise them a second time: start vLLM with --no-mm-device"),
-        (SGLangRoutes(None, ServedModel(), weights_backup=True, mask_tokens=1), "SGLang servers get tokens alone"),
+        (SGLangRoutes(None, ServedModel(), weights_backup=True, mask_tokens=1), "this server gets tokens alone"),
     ],
     ids=["completions", "normalizes", "sglang"],
 )

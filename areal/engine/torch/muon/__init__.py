@@ -1,0 +1,1 @@
+"""Muon: updates of weight matrices that are orthogonalised, with AdamW for all other parameters."""
