@@ -71,6 +71,24 @@ def test_three_steps_track_the_reference(cell: Cell) -> None:
 
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("name", ["fsdp:d2", "fsdp:t2", "fsdp:p2"])
+def test_float32_tracks_the_reference(name: str) -> None:
+    layout = next(each for each in all_layouts() if each.name == name)
+    cell = Cell(layout, objective_name="terms", case_name="zero_rank", cut="tokens24", dtype="float32")
+    settings = optimizer(dtype="float32").model_copy(update={"lr": 0.01})
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    with start_cell(cell, settings, total_steps=4) as run:
+        reference = run.reference()
+        reference.make_optimizer(settings, total_steps=4)
+        for seed in range(3):
+            reference.step(run.samples(seed), *call)
+            reference.optimizer_step()
+            run.engine.train_batch(run.batch(seed), *call, outputs=cell.objective.outputs)
+        error = assert_tensors(run.engine.named_tensors(), dict(reference.named_tensors()), cell.tolerance)
+    record(TABLE, str(cell), weights=f"{error:.0e}")
+
+
+@pytest.mark.world(2)
 @pytest.mark.parametrize("letters", ["d2", "r2", "t2", "c2", "p2", "e2"])
 def test_work_is_divided_over_ranks(letters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each matrix is computed once, also if ranks have replicas of it, or each has some experts; and all ranks have some to compute."""
