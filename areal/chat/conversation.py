@@ -98,7 +98,7 @@ class Conversation:
         images = self._chat.images(messages)
         ids = self._chat.with_places(self._following(messages), images)
         complete = self.answers[-1].complete
-        self.images = {**self.images, **{key: _behind(self.images.get(key), x) for key, x in images.items()}}
+        self.images = {**self.images, **{key: _appended(self.images.get(key), x) for key, x in images.items()}}
         self.segments = (*self.segments, Segment(ids[1:] if complete else ids, trainable=False))
         self.messages.extend(messages)
 
@@ -152,5 +152,5 @@ class Conversation:
         return [token for token, _, _ in tokens[ends[-1] :]] if ends else None
 
 
-def _behind(first: Tensor | None, second: Tensor) -> Tensor:
+def _appended(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else torch.cat([first, second])

@@ -63,15 +63,18 @@ def lr_factor(step: int, config: OptimizerConfig, total_steps: int | None) -> fl
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay
 
 
+def adamw_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the settings of AdamW, by their names in torch."""
+    betas = (config.beta1, config.beta2)
+    return {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
+
+
 def torch_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build the torch optimizer of ``config``: fused AdamW (Loshchilov and Hutter, 2019), or SGD."""
     if config.type == "adamw":
         return torch.optim.AdamW(
             parameters,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
+            **adamw_settings(config),
             fused=True,
         )
     return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)

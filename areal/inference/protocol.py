@@ -116,6 +116,22 @@ class Completion:
         )
 
 
+def drawn_media(token: int) -> str:
+    """Return the text of the error of an answer with a token that stands for an image, a video or sound."""
+    return f"the model drew the token {token}, which stands for an image, a video or sound"
+
+
+def without_media(answer: Completion, media: frozenset[int]) -> Completion:
+    """Return an answer.
+
+    Raises:
+        RuntimeError: it has a token of ``media``.
+    """
+    for token in media.intersection(answer.tokens):
+        raise RuntimeError(drawn_media(token))
+    return answer
+
+
 def checked_prompt(prompt_ids: Prompt, vocab_size: int | None = None) -> list[int]:
     """Return a prompt as a list of token ids.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -138,7 +139,7 @@ class PolicyRun(Run[C], Generic[C]):
                 )
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
         self.chat = renderer(config, self.tokenizer, self._tools)
-        rows = (*self.rows, *(self.held_out or ()))
+        rows = chain(self.rows, self.held_out or ())
         if self._rollout is None and any(pictures_of(self.messages(row)) for row in rows):
             check_pictures(config)
         self._max_context = self._needed_context()

@@ -44,7 +44,7 @@ from areal.engine.model.media import check_media, image_rules, media_tokens, mod
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
 from areal.engine.model.vision import attention_by_part, check_image_layout, vision_parts
 from areal.engine.moe.routing import ExpertRouting
-from areal.engine.optimizer import ClippingOptimizer, global_norm, scale, torch_optimizer
+from areal.engine.optimizer import ClippingOptimizer, adamw_settings, global_norm, scale, torch_optimizer
 from areal.engine.options import MODEL_OPTIONS
 from areal.engine.recurrence.head_exchange import check_heads
 from areal.engine.recurrence.rows import check_whole_runs
@@ -343,10 +343,7 @@ class FSDPEngine(BaseTrainEngine):
         return BFloat16AdamW(
             parameters,
             names=names,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
+            **adamw_settings(config),
             seed=self.config.seed,
         )
 

@@ -18,7 +18,6 @@ from areal.inference.http.sent_images import SentImages
 from areal.inference.http.server_connection import StatusError, Unavailable
 from areal.inference.http.servers.dialect import Ask, ServedModel
 from areal.inference.http.servers.http_call import HTTPCall, Tokenize, Tokenized
-from areal.inference.protocol import Completion
 from areal.utils.data.image_prompt import ImagePrompt, Prompt, prompt_tokens
 from areal.utils.data.images import PatchRules
 
@@ -155,16 +154,6 @@ class ModelCheck:
                 "successors"
             )
         return SentImages.of(prompt, rules)
-
-    def checked(self, answer: Completion) -> Completion:
-        """Return an answer.
-
-        Raises:
-            RuntimeError: it has a token that stands for an image, a video or sound.
-        """
-        for token in self.media.intersection(answer.tokens):
-            raise RuntimeError(f"the model drew the token {token}, which stands for an image, a video or sound")
-        return answer
 
     @functools.cached_property
     def media(self) -> frozenset[int]:

@@ -29,7 +29,7 @@ from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Outdated, UpdateTimes
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
 from areal.inference.http.updates import WeightUpdates
-from areal.inference.protocol import Completion, Sampling, checked_prompt
+from areal.inference.protocol import Completion, Sampling, checked_prompt, without_media
 from areal.inference.stop_strings import StopStrings
 from areal.inference.together import gather_or_cancel
 from areal.utils.data.image_prompt import ImagePrompt, Prompt
@@ -197,7 +197,7 @@ class HTTPRollout:
         self._dialect.check(sampling)
         stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
         answer = await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop, images))))
-        return answer if media.isdisjoint(answer.tokens) else self._model.checked(answer)
+        return without_media(answer, media)
 
     def sync(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights, or with an adapter of the dialect its selected adapter alone, to all servers. Collective over ``control``.

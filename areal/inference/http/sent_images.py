@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
-
-from areal.utils.data.image_prompt import Prompt, prompt_images, prompt_tokens
-from areal.utils.data.images import BatchImages, Image, PatchRules
+from areal.utils.data.image_prompt import Prompt, batch_of_prompt
+from areal.utils.data.images import Image, PatchRules
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +29,8 @@ class SentImages:
         Raises:
             ValueError: images and tokens do not match.
         """
-        given, ids = prompt_images(prompt), torch.tensor(prompt_tokens(prompt))
-        found = BatchImages.of([ids], {key: [value] for key, value in given.items()}, rules)
-        if not found.distinct:
-            return None
-        begins = nn.functional.pad((ids == rules.token).int(), (1, 0)).diff() == 1
-        images = rules.images(0, *(given[key] for key in ("pixel_values", "image_grid_thw")))
-        return cls(tuple(images), tuple(begins.nonzero()[:, 0].tolist()))
+        placed = batch_of_prompt(prompt, rules).placed(0)
+        return cls(tuple(image for _, image in placed), tuple(place for place, _ in placed)) if placed else None
 
     def under(self, version: int) -> SentImages:
         """Return the images for weights of a version."""

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from areal.api.microbatch import ImageInputs
 from areal.engine.model.media import IMAGE_FAMILIES, image_rules
 from areal.engine.model.vision import encode_images
-from areal.utils.data.image_prompt import Prompt, prompt_images, prompt_tokens
-from areal.utils.data.images import BatchImages, ImageRules
+from areal.utils.data.image_prompt import Prompt, batch_of_prompt, prompt_images, prompt_tokens
+from areal.utils.data.images import ImageRules
 from areal.utils.seeding import mixed
 
 _WORD = 2**31
@@ -112,12 +112,9 @@ class ImageReader:
         Raises:
             ValueError: the model takes no images, or replicas cannot compute them; images and tokens do not match.
         """
-        given, tokens = prompt_images(prompt), prompt_tokens(prompt)
-        if not given and (self._token is None or self._token not in tokens):
+        if not prompt_images(prompt) and (self._token is None or self._token not in prompt_tokens(prompt)):
             return None
-        ids = torch.tensor(tokens)
-        keys = {key: [value] for key, value in given.items()}
-        found = BatchImages.of([ids], keys, self._rules())
+        found = batch_of_prompt(prompt, self._rules())
         rows, positions = found.rows[0], found.positions[0]
         if positions is None:
             raise ValueError(f"model_type = {self._config.model_type!r}: a replica cannot compute its images")

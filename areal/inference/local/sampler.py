@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from areal.inference.protocol import Completion, FinishReason, Sampling, TopTokens
+from areal.inference.protocol import Completion, FinishReason, Sampling, TopTokens, drawn_media
 from areal.inference.stop_strings import StopStrings
 
 
@@ -238,7 +238,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
                     self._fail(name, logprob)
                     continue
                 if token in self._refused:
-                    self._failed(name, f"the model drew the token {token}, which stands for an image, a video or sound")
+                    self._failed(name, drawn_media(token))
                     continue
                 request.tokens.append(token)
                 request.logprobs.append(logprob)

@@ -253,6 +253,16 @@ class BatchImages:
         """Return the number of tokens of a sample that stand for images."""
         return int((self.rows[sample] != _TEXT).sum())
 
+    def placed(self, sample: int) -> list[tuple[int, Image]]:
+        """Return the images of a sample in order, each with the place of its first token."""
+        row = self.rows[sample]
+        begins = [start for start, _ in _runs(row != _TEXT)]
+        return list(zip(begins, (self.distinct[k] for k in self._numbers(row[begins]).tolist()), strict=True))
+
+    def _numbers(self, rows: Tensor) -> Tensor:
+        """Return the number of the distinct image of each row of a token."""
+        return torch.bucketize(rows, _starts(self.distinct), right=True) - 1
+
     def of_samples(self, members: Sequence[int]) -> ImageInputs:
         """Return the images of a micro-batch, and its tokens that stand for them.
 
@@ -263,7 +273,7 @@ class BatchImages:
         starts = _starts(self.distinct)
         # The image of each token, among those of the batch, and then among those of the micro-batch.
         stands = rows != _TEXT
-        used, number = torch.unique(torch.bucketize(rows[stands], starts, right=True) - 1, return_inverse=True)
+        used, number = torch.unique(self._numbers(rows[stands]), return_inverse=True)
         images = [self.distinct[k] for k in used.tolist()]
         own = rows.clone()
         own[stands] += (_starts(images)[:-1] - starts[used])[number]

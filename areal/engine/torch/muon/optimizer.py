@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from areal.api.config import OptimizerConfig
+from areal.engine.optimizer import adamw_settings
 from areal.engine.torch.muon.matrices import Matrices
 from areal.engine.torch.muon.newton_schulz import orthogonalised, update_scale
 from areal.engine.torch.muon.whole_matrices import WholeMatrices
@@ -44,10 +45,7 @@ class Muon(torch.optim.AdamW):
         ]
         super().__init__(
             groups,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
+            **adamw_settings(config),
             fused=True,
         )
 

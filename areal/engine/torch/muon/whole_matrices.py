@@ -72,6 +72,7 @@ class WholeMatrices:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._device = collective_device(tensors[0]) if tensors else torch.device("cpu")
+        self._nothing = torch.empty(0, dtype=tensors[0].dtype if tensors else None, device=self._device)
         made: dict[int, _Item] = {}
         loads: dict[tuple[str, ...], dict[tuple[int, ...], float]] = {}
         for number in sorted(range(len(tensors)), key=lambda k: (-_cost(tensors[k]), k)):
@@ -100,16 +101,15 @@ class WholeMatrices:
             function: called once among the ranks that share a tensor, with its number and the whole tensor. Returns one in its shape.
         """
         held: list[Tensor | None] = [x.to(self._device) for x in shards]
-        nothing = torch.empty(0, dtype=shards[0].dtype if shards else None, device=self._device)
         depths = max((len(item.axes) for item in self._items), default=0)
         for depth in range(depths):
-            self._move(held, depth, nothing, back=False)
+            self._move(held, depth, back=False)
         held = [None if x is None else function(number, x) for number, x in enumerate(held)]
         for depth in reversed(range(depths)):
-            self._move(held, depth, nothing, back=True)
+            self._move(held, depth, back=True)
         return [held[number].to(shard.device) for number, shard in enumerate(shards)]  # type: ignore[union-attr]
 
-    def _move(self, held: list[Tensor | None], depth: int, nothing: Tensor, *, back: bool) -> None:
+    def _move(self, held: list[Tensor | None], depth: int, *, back: bool) -> None:
         """Gather tensors over one axis to their owners, or return them, in place."""
         by_group: dict[str, list[int]] = {}
         for number, item in enumerate(self._items):
@@ -118,9 +118,9 @@ class WholeMatrices:
                 by_group.setdefault(item.axes[depth].group.group_name, []).append(number)
         for name in sorted(by_group, key=self._order.__getitem__):
             numbers = sorted(by_group[name], key=lambda k: (self._items[k].owner[depth], k))
-            (self._return if back else self._gather)(held, numbers, depth, nothing)
+            (self._return if back else self._gather)(held, numbers, depth)
 
-    def _gather(self, held: list[Tensor | None], numbers: Sequence[int], depth: int, nothing: Tensor) -> None:
+    def _gather(self, held: list[Tensor | None], numbers: Sequence[int], depth: int) -> None:
         axis = self._items[numbers[0]].axes[depth]
         divided = [k for k in numbers if self._items[k].axes[depth].dim is not None]
         mine = [k for k in divided if self._items[k].owner[depth] == axis.rank]
@@ -132,7 +132,7 @@ class WholeMatrices:
         received = [sum(math.prod(shapes[k][rank]) for k in mine) for rank in range(axis.size)]
         incoming: list[Tensor] = []
         if divided:
-            incoming = list(exchange_rows(_flat(pieces, nothing), sent, received, axis.group).split(received))
+            incoming = list(exchange_rows(_flat(pieces, self._nothing), sent, received, axis.group).split(received))
         for k in numbers:
             if self._items[k].owner[depth] != axis.rank:
                 held[k] = None
@@ -143,7 +143,7 @@ class WholeMatrices:
                 own.append(piece.view(shape))
             held[k] = torch.cat(own, self._items[k].axes[depth].dim or 0)
 
-    def _return(self, held: list[Tensor | None], numbers: Sequence[int], depth: int, nothing: Tensor) -> None:
+    def _return(self, held: list[Tensor | None], numbers: Sequence[int], depth: int) -> None:
         axis = self._items[numbers[0]].axes[depth]
         outgoing: list[list[Tensor]] = [[] for _ in range(axis.size)]
         received = [0] * axis.size
@@ -156,7 +156,7 @@ class WholeMatrices:
                 for rank, piece in enumerate([whole] * axis.size if dim is None else whole.split(sizes, dim)):
                     outgoing[rank].append(piece)
         sent = [sum(piece.numel() for piece in pieces) for pieces in outgoing]
-        flat = _flat([piece for pieces in outgoing for piece in pieces], nothing)
+        flat = _flat([piece for pieces in outgoing for piece in pieces], self._nothing)
         rest = exchange_rows(flat, sent, received, axis.group)
         for k in numbers:  # in the order of their owners
             shape = self._items[k].shapes[depth]

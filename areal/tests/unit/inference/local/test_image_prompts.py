@@ -84,7 +84,7 @@ def test_images_are_encoded_by_the_weights_of_an_update() -> None:
 def test_an_answer_with_the_token_of_an_image_fails_alone() -> None:
     made = replica()
     with torch.no_grad():
-        # Every hidden state prefers it, or its opposite.
+        # All tokens are equally likely.
         made.get_output_embeddings().weight[:] = 0
     with rollout(made) as engine:
         wanted = endless(1, top_logprobs=1)
