@@ -180,16 +180,17 @@ class MegatronConfig(BackendConfig):
                 "bucket; set it, or leave the size out"
             )
         # Megatron-Core uses its plain optimizer for these, which gathers no parameters.
-        sgd = config.optimizer is not None and config.optimizer.type == "sgd"
-        plain = "optimizer.type = 'sgd'" if sgd else "dtype = 'float64'" if config.dtype == "float64" else ""
+        kind = config.optimizer and config.optimizer.type
+        plain = "optimizer.type = 'sgd'" if kind == "sgd" else "dtype = 'float64'" if config.dtype == "float64" else ""
         if self.overlap_param_gather and plain:
             raise ValueError(
                 f"megatron.overlap_param_gather = True with {plain}: it needs the distributed optimizer; leave it out"
             )
-        plain = plain or ("" if self.distributed_optimizer else "megatron.distributed_optimizer = False")
-        if self.optimizer_state_dtype == "bfloat16" and plain:
+        wide = plain or ("" if self.distributed_optimizer else "megatron.distributed_optimizer = False")
+        wide = wide or ("optimizer.type = 'muon'" if kind == "muon" else "")
+        if self.optimizer_state_dtype == "bfloat16" and wide:
             raise ValueError(
-                f"megatron.optimizer_state_dtype = 'bfloat16' with {plain}: it needs the distributed optimizer; leave it out"
+                f"megatron.optimizer_state_dtype = 'bfloat16' with {wide}: it needs AdamW, in the distributed optimizer; leave it out"
             )
         self._check_precision(config)
         if config.lora is None:

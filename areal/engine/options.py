@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from pydantic import BaseModel
@@ -30,12 +30,9 @@ OPTIMIZER_OPTIONS = frozenset(f"optimizer.{name}" for name in OptimizerConfig.mo
 MODEL_OPTIONS = TEMPLATE_OPTIONS | {
     *("dtype", "master_dtype", "grad_reduce_dtype"),
     *("init_from_scratch", "value_head", "temperature", "fp32_head", "kept_logits_mb", "mb_spec", "moe", "lora"),
-    *(*OPTIMIZER_OPTIONS, "activation_checkpointing", "offload_dir", "memory_limit_mb"),
+    *(*OPTIMIZER_OPTIONS, "optimizer.muon", "activation_checkpointing", "offload_dir", "memory_limit_mb"),
 }
 """Options that every engine of torch modules honours."""
-
-_OPTIMIZERS = ("adamw", "sgd")
-"""Values of ``optimizer.type`` that every engine has."""
 
 _ONCE_PER_CALL = ("grad_sync", "call")
 """An engine without the option ``grad_sync`` reduces gradients once, so that this value is not refused."""
@@ -86,18 +83,20 @@ def engine_config(engine: type, config: TrainEngineConfig) -> TrainEngineConfig:
             f"{', '.join(unsupported)} with backend = '{config.dims}': the {config.dims.backend} engine does not support this; "
             "leave it out, or choose another engine"
         )
-    _check_optimizer(config, getattr(engine, "optimizers", _OPTIMIZERS))
+    _check_muon(config, supported)
     return config
 
 
-def _check_optimizer(config: TrainEngineConfig, supported: Sequence[str]) -> None:
-    """Raise unless an engine has the configured optimizer: its class may list them as ``optimizers``."""
-    kind = None if config.optimizer is None else config.optimizer.type
-    if kind is not None and kind not in supported:
+def _check_muon(config: TrainEngineConfig, supported: Set[str]) -> None:
+    """Raise if Muon is configured, and the engine does not support its options, or adapters are trained."""
+    if config.optimizer is None or config.optimizer.type != "muon":
+        return
+    if "optimizer.muon" not in supported:
         raise ValueError(
-            f"optimizer.type = {kind!r} with backend = '{config.dims}', which has {', '.join(supported)}: choose one of them, or fsdp"
+            f"optimizer.type = 'muon' with backend = '{config.dims}': the {config.dims.backend} engine has adamw and sgd; choose one of them, "
+            "or another engine"
         )
-    if kind == "muon" and config.lora is not None:
+    if config.lora is not None:
         raise ValueError(
             "optimizer.type = 'muon' with lora: updates of the factors of an adapter would be orthogonal, not those of the weights; choose "
             "'adamw'"

@@ -53,6 +53,14 @@ def build_expert_mesh(dims: ParallelDims, device_type: str, groups: GroupSet) ->
     return _build(device_type, _numbered(axes), groups)
 
 
+def group_of_all_ranks(groups: GroupSet) -> dist.ProcessGroup | None:
+    """Create a process group of all ranks, which is added to ``groups``; ``None`` for one rank. Collective."""
+    if dist.get_world_size() == 1:
+        return None
+    with groups.creating():
+        return dist.new_group(backend=platform.collective_backend(), group_desc="all_ranks")
+
+
 def submesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     """Return the mesh of this rank over ``axes``, which are named as in the table above."""
     names = {_plain(name): name for name in mesh.mesh_dim_names or ()}

@@ -58,7 +58,7 @@ from areal.engine.torch.pipeline_split import plan_pipeline_split
 from areal.engine.torch.weights import ShardedWeights, init_weights, load_weights
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import local_part, local_shard, reshard
-from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, release_groups
+from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, group_of_all_ranks, release_groups
 from areal.utils.releases import reset_iter_state
 
 
@@ -70,9 +70,8 @@ class FSDPEngine(BaseTrainEngine):
     """
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("drctpve")
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     _gradients: grad.FSDPGradients | None = None
-    supported_options: ClassVar[frozenset[str]] = MODEL_OPTIONS | {"grad_sync", "optimizer.muon"}
+    supported_options: ClassVar[frozenset[str]] = MODEL_OPTIONS | {"grad_sync"}
     config_class: ClassVar[type[FSDPConfig]] = FSDPConfig
 
     def __init__(self, config: TrainEngineConfig) -> None:
@@ -336,7 +335,8 @@ class FSDPEngine(BaseTrainEngine):
         self, chunks: ModelChunks, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig
     ) -> torch.optim.Optimizer:
         if config.type == "muon":
-            return Muon(named, matrices_of(chunks.full_model, chunks.full_model.hf.config), config)
+            matrices = matrices_of(chunks.full_model, chunks.full_model.hf.config)
+            return Muon(named, matrices, config, self.control, group_of_all_ranks(self._groups))
         names, parameters = zip(*named, strict=True)
         if self.config.fsdp.optimizer_state_dtype == "float32":
             return torch_optimizer(parameters, config)

@@ -79,11 +79,12 @@ class JAXCheckpointer(EngineCheckpointer):
         for name, array in model.params.items():
             yield from ((f"{MODEL}{key}", box) for key, box in self._boxes(name, array))
             # As in torch, state begins with the first step.
-            if optimizer is None or (optimizer.counted and not optimizer.counts[name]):
+            if optimizer is None or (optimizer.counted(name) and not optimizer.counts[name]):
                 continue
             for kind, moments in optimizer.moments.items():
-                yield from ((f"{OPTIM}{key}.{kind}", box) for key, box in self._boxes(name, moments[name]))
-            if optimizer.counted:
+                if name in moments:
+                    yield from ((f"{OPTIM}{key}.{kind}", box) for key, box in self._boxes(name, moments[name]))
+            if optimizer.counted(name):
                 step = torch.tensor(float(optimizer.counts[name]))
                 yield from ((f"{OPTIM}{weight_key(weight)}.{_STEP}", step) for weight in model.arrays[name].names)
 
@@ -122,10 +123,10 @@ class JAXCheckpointer(EngineCheckpointer):
             if optimizer:
                 # The arrays before first: they need the memory.
                 optimizer.moments, optimizer.counts = {}, counts
-                for kind in optimizer.kinds if _has_moments(metadata, optimizer.kinds) else ():
-                    optimizer.moments[kind] = {
-                        name: self._read(path, metadata, name, f"{OPTIM}{{}}.{kind}") for name in self._model.arrays
-                    }
+                for name, kinds in optimizer.kinds.items() if _has_moments(metadata) else ():
+                    for kind in kinds:
+                        moment = self._read(path, metadata, name, f"{OPTIM}{{}}.{kind}")
+                        optimizer.moments.setdefault(kind, {})[name] = moment
 
         return read
 
@@ -175,7 +176,6 @@ class JAXCheckpointer(EngineCheckpointer):
         return counts
 
 
-def _has_moments(metadata: Metadata, kinds: tuple[str, ...]) -> bool:
+def _has_moments(metadata: Metadata) -> bool:
     """Return False for a checkpoint from before the first optimizer step."""
-    endings = tuple(f".{kind}" for kind in kinds)
-    return any(key.startswith(OPTIM) and key.endswith(endings) for key in metadata.state_dict_metadata)
+    return any(key.startswith(OPTIM) for key in metadata.state_dict_metadata)

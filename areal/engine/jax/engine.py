@@ -28,6 +28,7 @@ from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.model_arrays import ModelGradients, ModelState, norm_of_gradients, scale_grads
+from areal.engine.jax.muon import check_muon
 from areal.engine.jax.offload import JAXMemory
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.runtime import world
@@ -53,7 +54,15 @@ class JAXEngine(BaseTrainEngine):
     layout_letters: ClassVar[frozenset[str]] = frozenset("drcte")
     supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
         *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
-        *("kept_logits_mb", "mb_spec", *OPTIMIZER_OPTIONS, "activation_checkpointing", "offload_dir", "lora"),
+        *(
+            "kept_logits_mb",
+            "mb_spec",
+            *OPTIMIZER_OPTIONS,
+            "optimizer.muon",
+            "activation_checkpointing",
+            "offload_dir",
+            "lora",
+        ),
     }
     config_class: ClassVar[type[JAXConfig]] = JAXConfig
 
@@ -65,6 +74,7 @@ class JAXEngine(BaseTrainEngine):
 
     def _build(self, spec: FinetuneSpec) -> EngineComponents:
         config = self.config
+        check_muon(config)
         use_cache(config.jax.compilation_cache)
         self._join(config.jax)
         hf_config = read_config(config.path)

@@ -61,10 +61,11 @@ class ModelState:
             self.grads = self.zeros()
         return self.grads
 
-    def zeros(self) -> dict[str, Array]:
-        """Return zeros of the shapes and placements of the parameters."""
+    def zeros(self, names: Sequence[str] | None = None) -> dict[str, Array]:
+        """Return zeros of the shapes and placements of all parameters, or of some."""
+        params = self.params if names is None else {name: self.params[name] for name in names}
         with self.spec.numbers.enabled():
-            return self.spec.finished(_zeros(self.spec, self.params))
+            return self.spec.finished(_zeros(self.spec, params))
 
     def set_params(self, params: dict[str, Array]) -> None:
         """Replace all parameters; ``{}`` while they are in host memory."""
@@ -120,7 +121,12 @@ class ModelState:
     @property
     def n_local(self) -> int:
         """Number of parameters that the devices of this process hold."""
-        return sum(shard.data.size for x in self.params.values() for shard in x.addressable_shards)
+        return sum(self.local_sizes.values())
+
+    @property
+    def local_sizes(self) -> dict[str, int]:
+        """Number of elements of each array that the devices of this process hold."""
+        return {name: sum(shard.data.size for shard in x.addressable_shards) for name, x in self.params.items()}
 
 
 class ModelGradients:

@@ -94,7 +94,8 @@ class JAXMemory:
         self._model = model
         self._folder = None if folder is None else backup_folder(self, folder)
         self._backups: dict[str, dict[str, _Backup]] = {}
-        shard_bytes = model.n_local * jax.numpy.dtype(model.spec.numbers.master).itemsize
+        itemsize = jax.numpy.dtype(model.spec.numbers.master).itemsize
+        shard_bytes = model.n_local * itemsize
         self._kinds = {
             "params": _Kind(lambda: model.params, model.set_params, lambda: shard_bytes),
             "grads": _Kind(
@@ -102,11 +103,12 @@ class JAXMemory:
             ),
         }
         if optimizer is not None:
-            n_moments = len(optimizer.kinds)
+            sizes = model.local_sizes
+            moment_bytes = itemsize * sum(sizes[name] * len(kinds) for name, kinds in optimizer.kinds.items())
             self._kinds["optimizer"] = _Kind(
                 lambda: {f"{kind} {name}": x for kind, by in optimizer.moments.items() for name, x in by.items()},
                 optimizer.set_moments,
-                lambda: n_moments * shard_bytes,
+                lambda: moment_bytes,
             )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:

@@ -33,6 +33,9 @@ from areal.engine.megatron.dist_checkpoint import (
     tensors_to_save,
     write_back,
 )
+from areal.engine.megatron.optimizer.main_parameters import present_optimizers
+from areal.engine.megatron.optimizer.muon import is_matrix
+from areal.engine.megatron.optimizer.step import MegatronOptimizerStep
 from areal.engine.megatron.weights import MegatronWeights
 from areal.engine.optimizer import ClippingOptimizer
 from areal.utils.distributed import ControlPlane
@@ -65,7 +68,7 @@ class MegatronCheckpointer(EngineCheckpointer):
         self,
         chunks: Sequence[DistributedDataParallel],
         chained: ChainedOptimizer | None,
-        schedule: ClippingOptimizer | None,
+        schedule: ClippingOptimizer[MegatronOptimizerStep] | None,
         weights: MegatronWeights,
         groups: ProcessGroupCollection,
         run: RunInfo,
@@ -73,13 +76,12 @@ class MegatronCheckpointer(EngineCheckpointer):
         source: str,
         **options: Any,
     ) -> None:
-        # A rank without parameters of an optimizer has an empty entry. The kind of optimizer is recorded in the
-        # checkpoint.
-        inners = (
-            [each.optimizer for each in chained.chained_optimizers if each.optimizer is not None] if chained else []
-        )
+        # The kind of optimizer is recorded in the checkpoint.
+        inners = [each.optimizer for each in present_optimizers(chained)]
         kind = type(inners[0]).__name__ if inners else ""
-        super().__init__(schedule, _TORCH_NAMES.get(kind, kind) or None, weights, run, control, source, **options)
+        self._has_muon = schedule is not None and schedule.inner.matrices is not None
+        kind = "Muon" if self._has_muon else _TORCH_NAMES.get(kind, kind)
+        super().__init__(schedule, kind or None, weights, run, control, source, **options)
         self._chunks = chunks
         self._chained = chained
         self._clipping = schedule
@@ -99,7 +101,7 @@ class MegatronCheckpointer(EngineCheckpointer):
                 files.update(self._common_files(with_optim))
             model, weights = model_tensors(self._chunks, self._groups), self._weights
             tensors = tensors_to_save(weights.local_params, weights.shapes, model, optimizers)
-            if optimizers and self._optimizer_kind == "AdamW":
+            if optimizers and self._optimizer_kind in ("AdamW", "Muon"):
                 tensors |= self._step()
             return tensors
 
@@ -110,9 +112,11 @@ class MegatronCheckpointer(EngineCheckpointer):
         )
 
     def _step(self) -> dict[str, TensorBoxes]:
-        """Return the number of steps, which other engines read for each weight."""
+        """Return the number of steps, which other engines read for each weight that AdamW updates."""
         step = torch.tensor(float(self._clipping.steps if self._clipping else 0))
-        names = (f"{OPTIM}{weight_key(name)}.step" for name in sorted(self._weights.trained))
+        shapes = self._weights.shapes
+        counted = [name for name in self._weights.trained if not (self._has_muon and is_matrix(name, shapes[name]))]
+        names = (f"{OPTIM}{weight_key(name)}.step" for name in sorted(counted))
         return {f"{OPTIM}step": TensorBoxes([((), step)], (), [[TensorPlace(name, (), ()) for name in names]])}
 
     def _common_files(self, with_optim: bool) -> dict[str, bytes]:

@@ -29,6 +29,7 @@ from areal.engine.checkpoint.dcp import TensorBoxes, TensorPlace
 from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.run_tensors import MODEL, OPTIM, weight_key
 from areal.engine.megatron.model.packed_gpt import PackedGPT
+from areal.engine.megatron.optimizer.main_parameters import main_parameters, present_optimizers
 from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.utils.dtensor import Box
 
@@ -103,9 +104,7 @@ class ParameterState:
 
 def sub_optimizers(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers with parameters on this rank. Missing state is created."""
-    optimizers = [
-        optimizer for optimizer in chained.chained_optimizers if not getattr(optimizer, "is_stub_optimizer", False)
-    ]
+    optimizers = present_optimizers(chained)
     for optimizer in optimizers:
         inner = optimizer.optimizer
         if optimizer.init_state_fn is not None:
@@ -117,6 +116,10 @@ def sub_optimizers(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
                     inner.state[main].setdefault("step", torch.tensor(0.0))
                 elif group.get("momentum"):
                     inner.state[main].setdefault("momentum_buffer", torch.zeros_like(main))
+        # Megatron-Core saves one number for all, and AdamW does not count the steps of matrices that Muon updates.
+        counts = [state["step"] for state in inner.state.values() if "step" in state]
+        for count in counts:
+            count.copy_(max(counts))
     return optimizers
 
 
@@ -135,18 +138,12 @@ def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
                 states["param"] = parameter.detach().view(-1)[extent.start : extent.end]
             yield ParameterState(parameter, start, states, main="param", main_is_view=view)
         return
-    # Without main parameters, the optimizer updates the model's parameters.
-    mains: list[tuple[nn.Parameter, Tensor, str | None]] = [(main, main, None) for main in optimizer.get_parameters()]
-    # In bf16 runs, pair each parameter with its float32 main parameter.
-    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        mains = [(main, main, None) for group in optimizer.fp32_from_fp32_groups for main in group]
-        for models, copies in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
-            mains += [(parameter, main, "fp32_param") for parameter, main in zip(models, copies, strict=True)]
-    for parameter, main, name in mains:
+    for parameter, main, start in main_parameters(optimizer):
         states = _state_tensors_without_step(state[main])
-        if name is not None:
-            states[name] = main.detach()
-        yield ParameterState(parameter, 0, states, main=name)
+        if main is parameter:
+            yield ParameterState(parameter, start, states)
+        else:
+            yield ParameterState(parameter, start, {**states, "fp32_param": main.detach()}, main="fp32_param")
 
 
 def _state_tensors_without_step(states: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec, MegatronConfig, torch_dtype
+from areal.api.config import FinetuneSpec, MegatronConfig, OptimizerConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
@@ -39,7 +39,9 @@ from areal.engine.megatron.lora import attach_megatron_adapters, megatron_adapte
 from areal.engine.megatron.model.config import check_family, check_layout, sequence_parallel, transformer_config
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.engine.megatron.offload import MegatronOffload
-from areal.engine.megatron.optimizer import distributed, megatron_optimizer, overlaps_gather, step_optimizer
+from areal.engine.megatron.optimizer.chained import distributed, megatron_optimizer, overlaps_gather
+from areal.engine.megatron.optimizer.muon import matrix_updates
+from areal.engine.megatron.optimizer.step import step_optimizer
 from areal.engine.megatron.process_groups import ProcessGroups
 from areal.engine.megatron.router import megatron_expert_info
 from areal.engine.megatron.schedule import MegatronSchedule
@@ -50,6 +52,7 @@ from areal.engine.model.hub import max_positions, read_config
 from areal.engine.model.packed_lm import model_inputs
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.options import MODEL_OPTIONS
+from areal.engine.torch.muon.updates import MatrixUpdates
 
 if not torch.cuda.is_available():
     cpu.finish(random, moe_utils, token_dispatcher)
@@ -92,9 +95,10 @@ class MegatronEngine(BaseTrainEngine):
         settings = config.optimizer if config.lora is None else None
         chained = megatron_optimizer(trained, settings, config, groups) if settings else None
         self._fill(weights, chained)
-        optimizer = (
-            step_optimizer(chained, settings, spec.total_train_steps, self.device) if chained and settings else None
-        )
+        optimizer = None
+        if chained and settings:
+            matrices = self._matrices(chained, weights, settings, groups)
+            optimizer = step_optimizer(chained, settings, spec.total_train_steps, self.device, matrices)
         schedule = MegatronSchedule(list(trained), megatron, groups, self.timer)
         cp = context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"])
         splits_sequence = sequence_parallel(self.dims, config)
@@ -179,6 +183,20 @@ class MegatronEngine(BaseTrainEngine):
     def _fill(self, weights: MegatronWeights, optimizer: ChainedOptimizer | None) -> None:
         """Fill the parameters, and the main parameters of the optimizer."""
         weights.load(self.config, optimizer)
+
+    def _matrices(
+        self,
+        chained: ChainedOptimizer,
+        weights: MegatronWeights,
+        settings: OptimizerConfig,
+        groups: ProcessGroupCollection,
+    ) -> MatrixUpdates | None:
+        """Build the updates of matrices; ``None`` without Muon."""
+        if settings.type != "muon":
+            return None
+        dtype = torch.promote_types(torch_dtype(self.config.dtype), torch.float32)
+        like = torch.empty(0, dtype=dtype, device=self.device)
+        return matrix_updates(chained, weights.local_params, settings.muon, self.control, groups.intra_dist_opt, like)
 
     def _describe(self, cp: ContextParallel, groups: ProcessGroupCollection) -> dict[str, str]:
         """Describe what was applied, for the log."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from areal.engine.megatron import gradients as grad
+from areal.engine.megatron.optimizer.main_parameters import present_optimizers
 from areal.utils.offload import HostMemory, expected_state_bytes, optimizer_tensors
 
 
@@ -46,18 +47,14 @@ class MegatronOffload(HostMemory):
         return super().offload(params=params, grads=grads, optimizer=optimizer)
 
 
-def _inner_optimizers(optimizer: ChainedOptimizer | None) -> list[MegatronOptimizer]:
-    return [] if optimizer is None else [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
-
-
 def _optimizer_state_tensors(optimizer: ChainedOptimizer | None) -> list[Tensor]:
-    moments = [x for inner in _inner_optimizers(optimizer) for x in optimizer_tensors(inner.optimizer)]
+    moments = [x for inner in present_optimizers(optimizer) for x in optimizer_tensors(inner.optimizer)]
     return [*moments, *_main_parameters(optimizer)]
 
 
 def expected_optimizer_bytes(optimizer: ChainedOptimizer | None) -> int:
     """Return the bytes of the optimizer state after the first step, which creates the moments."""
-    moments = sum(expected_state_bytes(inner.optimizer) for inner in _inner_optimizers(optimizer))
+    moments = sum(expected_state_bytes(inner.optimizer) for inner in present_optimizers(optimizer))
     return moments + sum(main.nbytes for main in _main_parameters(optimizer))
 
 
@@ -65,7 +62,7 @@ def _main_parameters(optimizer: ChainedOptimizer | None) -> list[Tensor]:
     """Return the float32 main parameters of bf16 runs. In other runs they are views of the model's buffers."""
     return [
         main
-        for inner in _inner_optimizers(optimizer)
+        for inner in present_optimizers(optimizer)
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
         for group in getattr(inner, name, [])
         for main in group

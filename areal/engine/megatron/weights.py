@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from areal.engine.checkpoint.huggingface import Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.checkpoint.tensor_layout import disk_layout, joined
 from areal.engine.megatron.model.packed_gpt import PackedGPT
+from areal.engine.megatron.optimizer.main_parameters import main_parameters, present_optimizers
 from areal.engine.megatron.weight_mapping import EMBEDDING, LocalParameter, local_parameters
 from areal.engine.model.classifier import VALUE_HEAD
 from areal.engine.model.hub import model_folder
@@ -315,27 +315,13 @@ def _filled_with(values: Callable[[str, Box], Tensor]) -> Fill:
 
 
 def _main_parameters(optimizer: ChainedOptimizer | None) -> dict[nn.Parameter, tuple[Tensor, int]]:
-    """Return the optimizer's float32 copies of bf16 parameters: flat, with their position in the flattened parameter.
-
-    On each rank, the distributed optimizer has a range of some parameters. Float32 parameters do not need copies.
-    """
-    flat_mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
-    for inner in optimizer.chained_optimizers if optimizer is not None else ():
-        if inner.is_stub_optimizer:
-            continue
-        # Both optimizers keep groups of parameters and parallel groups of copies, under different names.
-        is_distributed = isinstance(inner, DistributedOptimizer)
-        parameters = getattr(inner, "model_float16_groups" if is_distributed else "float16_groups", [])
-        mains = getattr(inner, "shard_fp32_from_float16_groups" if is_distributed else "fp32_from_float16_groups", [])
-        # A precision-aware optimizer keeps the copies in its state, by range of the parameter.
-        if inner.config.use_precision_aware_optimizer:
-            state, ranges = inner.optimizer.state, inner.shard_float16_groups
-            mains = [[state[shard]["master_param"] for shard in group] for group in ranges]
-        for group, main_group in zip(parameters, mains, strict=True):
-            for parameter, main in zip(group, main_group, strict=True):
-                start = inner._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
-                flat_mains[parameter] = (main.detach().view(-1), start)
-    return flat_mains
+    """Return the optimizer's float32 copies of bf16 parameters: flat, with their position in the flattened parameter."""
+    return {
+        parameter: (main.detach().view(-1), start)
+        for inner in present_optimizers(optimizer)
+        for parameter, main, start in main_parameters(inner)
+        if main.dtype != parameter.dtype
+    }
 
 
 def _model_class(hf: PretrainedConfig) -> type[PreTrainedModel]:

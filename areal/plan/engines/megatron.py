@@ -14,7 +14,8 @@ from areal.api import MicroBatchList, TrainEngineConfig
 from areal.engine.megatron.engine import MegatronEngine
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.engine.megatron.offload import expected_optimizer_bytes
-from areal.engine.megatron.optimizer import distributed
+from areal.engine.megatron.optimizer.chained import distributed
+from areal.engine.megatron.optimizer.main_parameters import present_optimizers
 from areal.engine.megatron.weights import MegatronWeights
 from areal.plan.engines.planned_step import PlannedStep, without_update
 from areal.plan.step_recorder import StepRecorder
@@ -45,9 +46,8 @@ class PlannedMegatronEngine(PlannedStep, MegatronEngine):
 
     def _fill(self, weights: MegatronWeights, optimizer: Any) -> None:
         self._chained = optimizer
-        for inner in [] if optimizer is None else optimizer.chained_optimizers:
-            if not inner.is_stub_optimizer:
-                without_update(inner.optimizer)
+        for inner in present_optimizers(optimizer):
+            without_update(inner.optimizer)
 
     @property
     def chunks(self) -> list[Any]:

@@ -300,7 +300,6 @@ REFUSED = {
     ("jax", "grad_sync"),
     ("jax", "memory_limit_mb"),  # its peak is that of the compiler
     *(("jax", option) for option in OPTIONS if option.startswith("moe.")),
-    *((engine, option) for engine in ("megatron", "jax") for option in OPTIONS if option.startswith("optimizer.muon.")),
     *(
         (engine, option)
         for engine in ENGINES

@@ -65,6 +65,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "all_gather_outputs": (_PARAM, _OLD),
     "_schema": ("torch._ops:OpOverload", _OLD),
     "_cdata": ("torch:UntypedStorage", _OLD),
+    "_type": ("torch:ScriptObject", _OLD),
     "_local_tensor": ("torch.distributed.tensor:DTensor", _OLD),
     "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", _OLD),
     "_is_view": ("torch:Tensor", _OLD),

@@ -112,7 +112,11 @@ class Programs:
 
     def moments(self, config: OptimizerConfig) -> dict[str, Shapes]:
         """Return the moments of an optimizer by kind."""
-        return {kind: dict(self.params) for kind in self._optimizer(config).kinds}
+        kinds = self._optimizer(config).kinds
+        return {
+            kind: {name: self.params[name] for name, own in kinds.items() if kind in own}
+            for kind in sorted({kind for own in kinds.values() for kind in own})
+        }
 
     def update(self, config: OptimizerConfig) -> Any:
         """Compile the step of an optimizer."""
@@ -122,7 +126,9 @@ class Programs:
         values = ShapeDtypeStruct((len(settings),), spec.numbers.master)
         with spec.numbers.enabled():
             arguments = (params, params, self.moments(config), counts, values)
-            return optimizer._update.lower(spec, config.type, tuple(settings), *arguments).compile()
+            return optimizer._update.lower(
+                spec, optimizer.Rule(config.type, config.muon), tuple(settings), *arguments
+            ).compile()
 
     def _optimizer(self, config: OptimizerConfig) -> optimizer.OptaxOptimizer:
         return optimizer.OptaxOptimizer(ModelState(self.spec, self.infos), config)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from areal.api.config import torch_dtype
 from areal.api.config_sections import MuonConfig
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_EPS = 1e-7
-"""Smallest norm that a matrix is divided by."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SMALLEST_NORM = 1e-7
+"""A matrix is divided by its norm, or by this."""
 
 
 def orthogonalised(x: Tensor, config: MuonConfig) -> Tensor:
@@ -27,25 +28,25 @@ def orthogonalised(x: Tensor, config: MuonConfig) -> Tensor:
     Returns:
         In the dtype of ``x``.
     """
-    a, b, c = _COEFFICIENTS
+    a, b, c = COEFFICIENTS
     y = x.to(torch_dtype(config.dtype))
     # Products of the smaller side.
     tall = x.shape[-2] > x.shape[-1]
     y = y.mT if tall else y
-    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(config.steps):
         gram = y @ y.mT
         y = a * y + (b * gram + c * gram @ gram) @ y
     return (y.mT if tall else y).to(x.dtype)
 
 
-def update_scale(x: Tensor, config: MuonConfig) -> float:
-    """Return the factor of the updates of matrices ``[..., rows, columns]``.
+def update_scale(shape: Sequence[int], config: MuonConfig) -> float:
+    """Return the factor of the updates of matrices in the shape ``[..., rows, columns]``.
 
     ``"match_rms_adamw"`` gives updates the size of those of AdamW, so that its learning rate and weight decay can stay (Liu et al., 2025,
     arXiv:2502.16982): ``0.2 sqrt(max(rows, columns))``. ``"original"`` (Jordan et al., 2024): ``sqrt(max(1, rows / columns))``.
     """
-    rows, columns = x.shape[-2:]
+    rows, columns = shape[-2:]
     if config.scale == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))

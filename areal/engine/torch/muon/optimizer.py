@@ -2,56 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal.api.config import OptimizerConfig
 from areal.engine.optimizer import adamw_settings
 from areal.engine.torch.muon.matrices import Matrices
-from areal.engine.torch.muon.newton_schulz import orthogonalised, update_scale
-from areal.engine.torch.muon.whole_matrices import WholeMatrices
-from areal.utils.dtensor import empty_like, local_part
+from areal.engine.torch.muon.updates import MatrixUpdates, PartsOf
+from areal.engine.torch.muon.whole_matrices import Part, part_of
+from areal.utils.distributed import ControlPlane
+from areal.utils.dtensor import Box, collective_device, local_shard
 
 
 class Muon(torch.optim.AdamW):
-    """Orthogonalised momentum for matrices (Jordan et al., 2024), and AdamW (Loshchilov and Hutter, 2019) for the other parameters.
+    """Orthogonalised momentum for matrices, and AdamW (Loshchilov and Hutter, 2019) for the other parameters.
 
-    Of a matrix with gradient ``G``: the momentum is ``M = beta M + (1 - beta) G``, and the update orthogonalises ``M``, or
-    ``beta M + (1 - beta) G`` with Nesterov's momentum. Weight decay is that of AdamW. Each matrix is gathered on one rank of those that share
-    it, which computes its update. A step is collective.
+    See :class:`~areal.engine.torch.muon.updates.MatrixUpdates`. A step is collective.
 
     Args:
-        named: names and parameters, plain or distributed tensors. Ranks that share a parameter have the same ones, in the same order.
+        named: names and parameters, plain or distributed tensors.
         matrices: those that are matrices, by name.
         config: settings.
+        control: control plane over all ranks.
+        group: process group of the same ranks; ``None`` if there is one.
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], matrices: Mapping[str, Matrices], config: OptimizerConfig
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        matrices: Mapping[str, Matrices],
+        config: OptimizerConfig,
+        control: ControlPlane,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self._config = config.muon
-        kinds = [(parameter, matrices.get(name)) for name, parameter in named]
-        self._kinds = [kind for _, kind in kinds if kind is not None]
-        groups: list[dict[str, Any]] = [
-            {
-                "params": [parameter for parameter, kind in kinds if kind is not None],
-                "momentum": config.muon.momentum,
-            },
-            {"params": [parameter for parameter, kind in kinds if kind is None]},
-        ]
-        super().__init__(
-            groups,
-            **adamw_settings(config),
-            fused=True,
-        )
-
-    @cached_property
-    def _whole(self) -> WholeMatrices:
-        return WholeMatrices(self.param_groups[0]["params"])
+        super().__init__([parameter for _, parameter in named], **adamw_settings(config), fused=True)
+        shards: dict[Tensor, PartsOf] = {
+            parameter: functools.partial(_parts, name, local_shard(parameter)[1])
+            for name, parameter in named
+            if name in matrices
+        }
+        first = named[0][1]
+        like = torch.empty(0, dtype=first.dtype, device=collective_device(first))
+        self._matrices = MatrixUpdates(shards, config.muon, control, group, like, matrices)
+        self._matrices.start([self])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # That of AdamW expects its own state for every parameter.
@@ -60,36 +58,16 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter. Collective."""
-        matrices, others = groups = self.param_groups
-        # AdamW updates the groups that it has.
-        self.param_groups = [others]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
-        self._step_matrices(matrices)
+        self._matrices.step([self])
+        super().step()
 
-    def _step_matrices(self, group: Mapping[str, Any]) -> None:
-        parameters: list[nn.Parameter] = group["params"]
-        updates = self._whole.apply([self._direction(parameter) for parameter in parameters], self._update)
-        for parameter, update in zip(parameters, updates, strict=True):
-            weight = local_part(parameter)
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
-    def _direction(self, parameter: nn.Parameter) -> Tensor:
-        """Advance the momentum, and return what is orthogonalised, of this rank's shard."""
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = empty_like(parameter)
-            local_part(state["momentum_buffer"]).zero_()
-        momentum, beta = local_part(state["momentum_buffer"]), self._config.momentum
-        # A parameter that no sample has reached has no gradient: all ranks gather it.
-        gradient = torch.zeros_like(momentum) if parameter.grad is None else local_part(parameter.grad)
-        momentum.lerp_(gradient, 1 - beta)
-        return gradient.lerp(momentum, beta) if self._config.nesterov else momentum
-
-    def _update(self, number: int, whole: Tensor) -> Tensor:
-        """Return the update of a whole parameter."""
-        kind = self._kinds[number]
-        made = [orthogonalised(x, self._config) * update_scale(x, self._config) for x in kind.split(whole)]
-        return kind.join(made, whole)
+def _parts(name: str, box: Box, x: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the parts of matrices in a shard ``x`` that is ``box`` of a parameter ``[rows, columns]``, or ``[matrices, rows, columns]``."""
+    if not x.numel():
+        return
+    if len(box) == 2:
+        yield part_of(name, 0, box), x
+        return
+    for place, values in enumerate(x, box[0].start):
+        yield part_of(name, place, box[1:]), values

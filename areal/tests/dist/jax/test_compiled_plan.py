@@ -10,9 +10,11 @@ pytest.importorskip("jax")
 
 import jax
 
-from areal.api import MicroBatchSpec
+from areal.api import MicroBatchSpec, MuonConfig, OptimizerConfig
 from areal.engine.jax import bridge, optimizer
-from areal.plan.compiled_collectives import step_collectives
+from areal.engine.jax.ahead.devices import planned_devices
+from areal.engine.jax.ahead.programs import Programs
+from areal.plan.compiled_collectives import collectives, step_collectives
 from areal.plan.compiled_plan import plan_compiled
 from areal.plan.trace import Workload
 from areal.tests.harness.processes import needs_own_world, succeed
@@ -63,3 +65,30 @@ def compare(backend: str, family: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_plan_is_the_step_of_four_devices(case: str) -> None:
     succeed(1, compare, *CASES[case], timeout=TIMEOUT)
+
+
+MUON = OptimizerConfig(type="muon", muon=MuonConfig(dtype="float32"))
+
+
+def divide_muon(family: str, layouts: list[str]) -> None:
+    """Compare the operations of a step of Muon on each of four devices with those on one, and look at what they exchange."""
+    devices = planned_devices("cpu:4")
+    operations: dict[str, float] = {}
+    for backend in ("jax:d1", *layouts):
+        settings = config(backend, path=family_dir(family, num_hidden_layers=4), optimizer=MUON)
+        program = Programs.of(settings, devices[: settings.dims.world_size], 64).update(MUON)
+        operations[backend] = program.cost_analysis()["flops"]
+        exchanged = collectives(program.as_text())
+        # Routers, of 4 x 32, are on all devices.
+        gathered = [each.shape for each in exchanged if each.kind != "all-to-all" and each.shape != (4, 4, 32)]
+        assert gathered == [], backend
+    print(operations)
+    whole = operations.pop("jax:d1")
+    assert all(0.25 * whole <= own < 0.28 * whole for own in operations.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts"), [("qwen3", ["jax:d4", "jax:d2t2"]), ("qwen3_moe", ["jax:d4", "jax:d2e2"])]
+)
+def test_muon_computes_each_matrix_on_one_device(family: str, layouts: list[str]) -> None:
+    succeed(1, divide_muon, family, layouts, timeout=TIMEOUT)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ pytest.importorskip("jax")
 
 import jax
 
-from areal.api import MicroBatchSpec
+from areal.api import MicroBatchSpec, MuonConfig, OptimizerConfig
+from areal.engine.jax import optimizer
 from areal.engine.jax.runtime.compilation import PROGRAM
+from areal.plan.compiled_collectives import collectives
 from areal.tests.dist.jax.compiled import compiled
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import Sample, chosen, global_batch, local_batch, loss, started
@@ -187,3 +190,20 @@ def test_programs_gather_weights_and_no_activations(backend: str) -> None:
             f"an activation of all ranks is kept: {leaf.shape}"
         )
         assert tp == 1 or local[-1] not in (vocab, wide), f"an activation is kept in full: {local}"
+
+
+@pytest.mark.world(2, timeout=400)
+def test_muon_spreads_matrices_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks exchange parts of matrices, and none gathers all of them."""
+    kinds: set[str] = set()
+    update = optimizer._update
+
+    def recorded(*args: Any) -> Any:
+        kinds.update(each.kind for each in collectives(update.lower(*args).compile().as_text()))
+        return update(*args)
+
+    monkeypatch.setattr(optimizer, "_update", recorded)
+    settings = OptimizerConfig(type="muon", muon=MuonConfig(dtype="float32"))
+    with started("jax:d2", optimizer=settings) as engine:
+        engine.train_batch(local_batch(engine, global_batch()), loss)
+    assert kinds == {"all-to-all"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal.api import OptimizerConfig, SaveLoadMeta, StepOutput, TrainEngine
+from areal.api import MuonConfig, OptimizerConfig, SaveLoadMeta, StepOutput, TrainEngine
 from areal.tests.dist.checkpoint.checkpoints import DCP, unharmed
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import (
@@ -26,6 +26,7 @@ from areal.tests.harness.tiny import (
 pytest.importorskip("megatron.core")
 
 SGD = OptimizerConfig(type="sgd", lr=0.1, momentum=0.9)
+MUON = OPTIMIZER.model_copy(update={"type": "muon", "muon": MuonConfig(dtype="float32")})
 BOUND = 1e-5
 
 
@@ -46,6 +47,8 @@ CASES = [
     case("megatron:p2-fsdp:p2-megatron:t2", "megatron:p2", "fsdp:p2", "megatron:t2", family="qwen3_tied"),
     case("plain optimizer", "megatron:d2", "fsdp:d2", plain=True),
     case("momentum", "megatron:t2", "fsdp:d2", "megatron:p2", optimizer=SGD),
+    case("muon", "megatron:t2", "fsdp:d2", "jax:t2", "megatron:d2", optimizer=MUON),
+    case("muon, plain optimizer", "megatron:p2", "fsdp:p2", plain=True, optimizer=MUON),
     case("value head", "megatron:d2", "fsdp:d2", value_head=True),
     *(
         case("-".join(it.partition(":")[0] for it in order) + f"-w{size}", *(it.format(size) for it in order))

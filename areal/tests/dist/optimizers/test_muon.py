@@ -1,4 +1,4 @@
-"""Muon on every layout of the FSDP engine: the weights of three steps are those of one process in float64."""
+"""Muon on every layout of all engines: the weights of three steps are those of one process in float64."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal import create_engine
 from areal.api import LoRAConfig, MuonConfig, OptimizerConfig, SaveLoadMeta, TrainEngine
-from areal.engine.torch.muon import optimizer as muon
-from areal.engine.torch.muon.newton_schulz import orthogonalised
+from areal.engine.torch.muon import updates, whole_matrices
+from areal.engine.torch.muon.newton_schulz import orthogonalised, update_scale
 from areal.engine.torch.muon.whole_matrices import WholeMatrices
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_tensors
 from areal.tests.grid.layouts import Cell, all_layouts
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import NEEDS_JAX, config, global_batch, local_batch, loss, started, weights_of
+from areal.tests.harness.tiny import NEEDS_JAX, global_batch, local_batch, loss, started, weights_of
 from areal.tests.harness.world import record
-from areal.utils.dtensor import local_part
 
 TABLE = "Muon: errors"
 EXACT = MuonConfig(dtype="float64")
@@ -40,6 +38,8 @@ def optimizer(**muon: Any) -> OptimizerConfig:
     )
 
 
+ENGINES = ("fsdp", "megatron", "jax")
+
 WAYS: dict[str, dict[str, Any]] = {"qwen3": {"nesterov": False, "momentum": 0.8}, "qwen3_moe": {"scale": "original"}}
 """Settings by family: of separate projections, and of stacks of experts."""
 
@@ -48,19 +48,19 @@ def cells() -> list[Any]:
     made = []
     for layout in all_layouts():
         for family in WAYS:
-            if layout.engine == "fsdp" and family not in layout.refuses:
+            if layout.engine in ENGINES and family not in layout.refuses:
                 cell = Cell(layout, family=family, objective_name="terms", case_name="zero_rank", cut="tokens24")
                 made.append(pytest.param(cell, id=f"{family}-{layout.name}", marks=pytest.mark.world(layout.world)))
     return made
 
 
-@pytest.mark.parametrize("cell", cells())
-def test_three_steps_track_the_reference(cell: Cell) -> None:
-    config, objective = optimizer(**WAYS[cell.family]), cell.objective
+def assert_three_steps(cell: Cell, settings: OptimizerConfig) -> None:
+    """Compare the norms of three steps, and then the weights, with those of the reference."""
+    objective = cell.objective
     call = (objective.loss_fn, objective.weight_fn)
-    with start_cell(cell, config, total_steps=4) as run:
+    with start_cell(cell, settings, total_steps=4) as run:
         reference = run.reference()
-        reference.make_optimizer(config, total_steps=4)
+        reference.make_optimizer(settings, total_steps=4)
         for seed in range(3):
             reference.step(run.samples(seed), *call)
             norm, _ = reference.optimizer_step()
@@ -70,27 +70,28 @@ def test_three_steps_track_the_reference(cell: Cell) -> None:
     record(TABLE, str(cell), weights=f"{error:.0e}")
 
 
+@pytest.mark.parametrize("cell", cells())
+def test_three_steps_track_the_reference(cell: Cell) -> None:
+    assert_three_steps(cell, optimizer(**WAYS[cell.family]))
+
+
 @pytest.mark.world(2)
-@pytest.mark.parametrize("name", ["fsdp:d2", "fsdp:t2", "fsdp:p2"])
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp:d2", "fsdp:t2", "fsdp:p2", "megatron:d2", "megatron:t2", pytest.param("jax:d2", marks=NEEDS_JAX)],
+)
 def test_float32_tracks_the_reference(name: str) -> None:
     layout = next(each for each in all_layouts() if each.name == name)
     cell = Cell(layout, objective_name="terms", case_name="zero_rank", cut="tokens24", dtype="float32")
-    settings = optimizer(dtype="float32").model_copy(update={"lr": 0.01})
-    call = (cell.objective.loss_fn, cell.objective.weight_fn)
-    with start_cell(cell, settings, total_steps=4) as run:
-        reference = run.reference()
-        reference.make_optimizer(settings, total_steps=4)
-        for seed in range(3):
-            reference.step(run.samples(seed), *call)
-            reference.optimizer_step()
-            run.engine.train_batch(run.batch(seed), *call, outputs=cell.objective.outputs)
-        error = assert_tensors(run.engine.named_tensors(), dict(reference.named_tensors()), cell.tolerance)
-    record(TABLE, str(cell), weights=f"{error:.0e}")
+    assert_three_steps(cell, optimizer(dtype="float32").model_copy(update={"lr": 0.01}))
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("letters", ["d2", "r2", "t2", "c2", "p2", "e2"])
-def test_work_is_divided_over_ranks(letters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [*(f"fsdp:{letters}2" for letters in "drtcpe"), *(f"megatron:{letters}2" for letters in "dtcpe")],
+)
+def test_work_is_divided_over_ranks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each matrix is computed once, also if ranks have replicas of it, or each has some experts; and all ranks have some to compute."""
     counts: list[int] = []
 
@@ -98,9 +99,9 @@ def test_work_is_divided_over_ranks(letters: str, monkeypatch: pytest.MonkeyPatc
         counts.append(math.prod(x.shape[:-2]))
         return orthogonalised(x, config)
 
-    monkeypatch.setattr(muon, "orthogonalised", counting)
-    path = model_dir("qwen3_moe" if letters == "e2" else "qwen3")
-    with started(f"fsdp:{letters}", path=path, optimizer=optimizer()) as engine:
+    monkeypatch.setattr(updates, "orthogonalised", counting)
+    path = model_dir("qwen3_moe" if backend.endswith("e2") else "qwen3")
+    with started(backend, path=path, optimizer=optimizer()) as engine:
         engine.train_batch(local_batch(engine, global_batch()), loss)
         by_rank = engine.control.gather(sum(counts))
         shapes = {name: x.shape for name, x in engine.named_tensors()}
@@ -110,53 +111,102 @@ def test_work_is_divided_over_ranks(letters: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.world(2)
-def test_a_rank_may_have_nothing_to_compute() -> None:
+def test_a_rank_may_have_nothing_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One matrix of four parts, of which ranks have some in both; and another in several rounds."""
+    monkeypatch.setattr(whole_matrices, "_ROUND", 10)
+    full = torch.arange(15.0).view(3, 5)
     with started("fsdp:d2") as engine:
-        chunks: Any = engine._require_components().model
-        parameter = next(x for name, x in chunks.trained() if name.endswith("q_proj.weight"))
-        seen: list[Tensor] = []
+        rank, group = engine.control.rank, engine.mesh["dp"].get_group()
+        # Rank 0 has the first row, both have the middle one, and rank 1 has the last one in two parts.
+        boxes = {
+            0: [(0, 1, 0, 5), (1, 2, 0, 5)],
+            1: [(1, 2, 0, 5), (2, 3, 0, 2), (2, 3, 2, 5)],
+        }[rank]
+        places = [(("weight", place), bounds) for place in range(4) for bounds in boxes]
+        values = [full[a:b, c:d] + place[1] for place, (a, b, c, d) in places]
+        parts, seen = [x.clone() for x in values], []
 
-        def twice(_: int, whole: Tensor) -> Tensor:
-            seen.append(whole)
-            return 2 * whole
+        def twice(whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
+            seen.append({place: x.clone() for place, x in whole.items()})
+            return {place: 2 * x for place, x in whole.items()}
 
-        (made,) = WholeMatrices([parameter]).apply([local_part(parameter)], twice)
-        assert torch.equal(made, 2 * local_part(parameter))
-        assert sum(engine.control.gather(len(seen))) == 1
-        assert all(whole.shape == parameter.shape for whole in seen)
+        WholeMatrices(places, engine.control, group, torch.empty(0)).replace(parts, twice)
+        assert all(torch.equal(made, 2 * value) for made, value in zip(parts, values, strict=True))
+        mine = {place: x for one in seen for place, x in one.items()}
+        assert all(torch.equal(x, full + place[1]) for place, x in mine.items())
+        by_rank = engine.control.gather((sorted(mine), len(seen)))
+        assert sorted(place for places, _ in by_rank for place in places) == [("weight", i) for i in range(4)]
+        assert [n for _, n in by_rank] == [2, 2]
+        with pytest.raises(RuntimeError, match="have 10 of the elements of a matrix of 3 x 5"):
+            WholeMatrices([(("half", 0), (2 * rank, 1 + 2 * rank, 0, 5))], engine.control, group, full)
 
 
 @pytest.mark.world(2)
-def test_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "family"),
+    [("fsdp:t2", "fsdp:d2", "qwen3"), ("fsdp:e2", "fsdp:d2", "qwen3_moe"), ("megatron:e2", "megatron:d2", "qwen3_moe")],
+)
+def test_run_goes_on_in_another_layout(first: str, second: str, family: str, tmp_path: Path) -> None:
     """Momenta of matrices and moments of the other parameters are in the checkpoint, whole."""
-    options: dict[str, Any] = {"path": model_dir("qwen3"), "optimizer": optimizer(), "dtype": "float64"}
+    options: dict[str, Any] = {"path": model_dir(family), "optimizer": optimizer(), "dtype": "float64"}
     options |= {"master_dtype": "float64", "grad_reduce_dtype": "float64", "total_steps": 4}
     meta = SaveLoadMeta(tmp_path / "run", weight_format="dcp")
 
     def step(engine: TrainEngine, seed: int) -> None:
         engine.train_batch(local_batch(engine, global_batch(seed)), loss)
 
-    with started("fsdp:t2", **options) as engine:
+    with started(first, **options) as engine:
         step(engine, 1)
         engine.save(meta)
         step(engine, 2)
         expected = weights_of(engine)
-    with started("fsdp:d2", **options) as engine:
+    with started(second, **options) as engine:
         engine.load(meta)
         step(engine, 2)
         assert_tensors(weights_of(engine).items(), expected, 1e-12)
+
+
+@pytest.mark.world(2)
+def test_main_parameters_of_bfloat16_models_are_updated(tmp_path: Path) -> None:
+    """Ranges of main parameters and whole ones get the same update, and the model has them rounded."""
+    settings = optimizer(dtype="float32").model_copy(update={"weight_decay": 0.0})
+    # The ranges of two ranks meet within a matrix of the middle layer.
+    path = model_dir("qwen3", num_hidden_layers=3)
+    options: dict[str, Any] = {"path": path, "optimizer": settings, "dtype": "bfloat16"}
+    trained: list[dict[str, Tensor]] = []
+    for distributed in (True, False):
+        meta = SaveLoadMeta(tmp_path / str(distributed), weight_format="dcp")
+        with started("megatron:d2", **options, megatron={"distributed_optimizer": distributed}) as engine:
+            engine.train_batch(local_batch(engine, global_batch()), loss)
+            rounded = weights_of(engine)
+            engine.save(meta)
+        with started("fsdp:d2", **options) as engine:
+            before = weights_of(engine)
+            engine.load(meta)
+            trained.append(weights_of(engine))
+        for name, weight in trained[-1].items():
+            assert torch.equal(weight.bfloat16(), rounded[name]), name
+    assert_tensors(trained[0].items(), trained[1], 1e-6)
+    for name, weight in trained[0].items():
+        if name.endswith("proj.weight"):
+            update = (before[name] - weight) / settings.lr / update_scale(weight.shape, settings.muon)
+            assert 0.6 < torch.linalg.svdvals(update)[0] < 1.3, name
 
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize(
     ("backend", "changes", "message"),
     [
-        ("megatron:d1", {}, r"'muon' with backend = 'megatron:d1', which has adamw, sgd: choose one of them, or fsdp"),
-        pytest.param("jax:d1", {}, "'muon' with backend = 'jax:d1', which has adamw, sgd", marks=NEEDS_JAX),
         ("fsdp:d1", {"lora": LoRAConfig(rank=2)}, "'muon' with lora: .* would be orthogonal"),
+        (
+            "megatron:d1",
+            {"megatron": {"optimizer_state_dtype": "bfloat16"}},
+            "'bfloat16' with optimizer.type = 'muon': it needs AdamW",
+        ),
+        pytest.param("jax:d1", {}, "'float64' with master_dtype = 'float32': .* choose 'float32'", marks=NEEDS_JAX),
     ],
-    ids=["megatron", "jax", "lora"],
+    ids=["lora", "moments", "wide"],
 )
-def test_what_has_no_muon_is_named(backend: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_engine(config(backend, optimizer=OptimizerConfig(type="muon"), **changes))
+def test_what_muon_cannot_do_is_named(backend: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message), started(backend, optimizer=optimizer(), **changes):
+        pass

@@ -214,7 +214,7 @@ def megatron_clipped_by_stage(right: Function) -> Function:
     return lambda self: self.tp_group
 
 
-@mutant("areal.engine.megatron.optimizer:MegatronOptimizerStep.global_norm", SKIPPED.replace("fsdp", "megatron"))
+@mutant("areal.engine.megatron.optimizer.step:MegatronOptimizerStep.global_norm", SKIPPED.replace("fsdp", "megatron"))
 def megatron_step_not_skipped(right: Function) -> Function:
     """A gradient that is not finite is applied."""
     return lambda self: torch.nan_to_num(right(self), nan=1.0, posinf=1.0)
