@@ -77,7 +77,7 @@ class RoutingRules:
             self._check_replay(plan.tokens.get(ROUTED_EXPERTS))
 
     def _check_replay(self, recorded: Tensor | None) -> None:
-        """Raise unless recorded routing is ``[T, L, K]`` of distinct, valid expert ids."""
+        """Raise unless recorded routing is ``[T, L, K]`` of distinct, valid expert ids, or -1 where the router decides."""
         known, what = self.experts, f"key {ROUTED_EXPERTS!r}"
         if not known.layers:
             raise ValueError(f"{what} is in the batch, but {self.why_none}: leave it out")
@@ -91,13 +91,15 @@ class RoutingRules:
             )
         if recorded.is_floating_point() or recorded.dtype == torch.bool:
             raise ValueError(f"{what} is {recorded.dtype}: expert ids are integers")
+        # Values: ids of the model's experts, and no expert twice for one token.
+        recorded = recorded[(recorded != -1).any(-1)]
         if not len(recorded):
             return
-        # Values: ids of the model's experts, and no expert twice for one token.
         low, high = recorded.min().item(), recorded.max().item()
         if low < 0 or high >= known.number:
             raise ValueError(
-                f"{what} has ids from {low} to {high}: those of {known.number} experts are 0 to {known.number - 1}"
+                f"{what} has ids from {low} to {high}: those of {known.number} experts are 0 to {known.number - 1}, and -1 for all of a token "
+                "that has no record"
             )
         ordered = recorded.sort(-1).values
         if bool((ordered[..., 1:] == ordered[..., :-1]).any()):

@@ -94,9 +94,9 @@ class _WatchedRouter:
             return out
         logits, weights, experts = out
         # Replayed experts get weights from the current logits, so that gradients flow.
-        replayed = self.routing.replayed(self._index)
-        if replayed is not None:
-            weights, experts = ROUTERS[type(router).__name__](router, logits, replayed), replayed
+        if self.routing.experts is not None:
+            experts = self.routing.replayed(self._index, experts)
+            weights = ROUTERS[type(router).__name__](router, logits, experts)
         elif self.routing.record:  # not every router sorts experts by weight
             best = weights.argsort(-1, descending=True)
             weights, experts = weights.gather(1, best), experts.gather(1, best)

@@ -77,7 +77,7 @@ class RoutedTopK(TopKRouter):
         if current_routing is None:
             return super().routing(logits, padding_mask)
         # Megatron-Core asks its replay object for the choice: supply one for this call.
-        self.router_replay = choice = _ExpertChoice(current_routing.replayed(self._number))
+        self.router_replay = choice = _ExpertChoice(current_routing, self._number)
         try:
             weights, chosen = super().routing(logits, padding_mask)
         finally:
@@ -88,9 +88,9 @@ class RoutedTopK(TopKRouter):
 class _ExpertChoice:
     """Implements Megatron-Core's replay interface: records the choice of experts, or replaces it."""
 
-    def __init__(self, replayed: Tensor | None) -> None:
-        self._replayed = replayed
-        self._chosen = replayed
+    def __init__(self, routing: Routing, layer: int) -> None:
+        self._routing, self._layer = routing, layer
+        self._chosen: Tensor | None = None
 
     def get_replay_topk(
         self,
@@ -101,10 +101,9 @@ class _ExpertChoice:
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return scores ``[T, K]`` and ids ``[T, K]`` of the chosen experts, from scores ``[T, E]``."""
-        if self._replayed is not None:
-            return scores.gather(1, self._replayed), self._replayed
-        best, self._chosen = choose(scores, topk, groups, group_topk)
-        return best, self._chosen
+        _, own = choose(scores, topk, groups, group_topk)
+        self._chosen = self._routing.replayed(self._layer, own)
+        return scores.gather(1, self._chosen), self._chosen
 
     def chosen_experts(self) -> Tensor:
         """Return the chosen experts, int64 ``[T, K]``.

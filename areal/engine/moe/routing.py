@@ -108,8 +108,8 @@ class Routing:
         splits: splits of its tokens over ranks, applied one after the other.
         layout: index tensors of the micro-batch, on its device.
         tally: the call's tally; ``None`` to record nothing.
-        experts: int64 ``[T, L, K]``, padding included. Experts that this rank's tokens are sent to; ``None`` if the routers
-            decide.
+        experts: int64 ``[T, L, K]``, padding included. Experts that this rank's tokens are sent to; rows of -1, or ``None`` for all,
+            where the routers decide.
         record: whether to keep the experts of each token as an output.
     """
 
@@ -121,9 +121,12 @@ class Routing:
     record: bool
     _chosen: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    def replayed(self, layer: int) -> Tensor | None:
-        """Return the replayed experts of this rank's tokens in a layer, int64 ``[T, K]``; ``None`` if the router decides."""
-        return None if self.experts is None else self.experts[:, layer]
+    def replayed(self, layer: int, own: Tensor) -> Tensor:
+        """Return the experts of this rank's tokens in a layer, int64 ``[T, K]``: those to replay, or the router's ``own``."""
+        if self.experts is None:
+            return own
+        experts = self.experts[:, layer]
+        return torch.where(experts < 0, own, experts)
 
     def watch(self, layer: int, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Record the routing of a layer, and attach the gradient of the balancing losses. Collective if tokens are split.
@@ -257,13 +260,10 @@ class ExpertRouting:
         )
 
     def _local(self, recorded: Tensor, mb: MicroBatch, layout: StreamLayout) -> Tensor:
-        """Slice recorded routing ``[n_tokens, L, K]`` for this rank. Padding is sent to the first experts."""
-        # A valid choice for padding, too: K distinct experts.
+        """Slice recorded routing ``[n_tokens, L, K]`` for this rank. Of padding, routers decide."""
         rows, shared = layout.rows, layout.shared
         length = mb.padded_length if rows is None else rows[1] * rows[2]
-        padded = (
-            torch.arange(self._experts.per_token, device=recorded.device).expand(length, *recorded.shape[1:]).clone()
-        )
+        padded = recorded.new_full((length, *recorded.shape[1:]), -1, dtype=torch.int64)
         if rows is not None:
             return padded.index_copy(0, rows[0], recorded.long())
         # Packed tokens to tokens of the stream, then to this rank's slice of it.

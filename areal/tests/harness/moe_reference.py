@@ -107,14 +107,14 @@ def moe_reference(
 
 @contextlib.contextmanager
 def routers(reference: Reference, replay: Tensor | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Capture the logits and experts of each router in the next forward; ``replay`` ``[S, L, K]`` overrides the experts."""
+    """Capture the logits and experts of each router in the next forward; ``replay`` ``[S, L, K]`` overrides the experts, except by -1."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def hook(router: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, experts = out
         sigmoid = hasattr(router, "e_score_correction_bias")
         if replay is not None:
-            experts = replay[:, len(seen)]
+            experts = torch.where(replay[:, len(seen)] < 0, experts, replay[:, len(seen)])
             score = torch.sigmoid if sigmoid else lambda row: torch.softmax(row, -1)
             chosen = torch.stack([score(row)[ids] for row, ids in zip(logits, experts, strict=True)])
             weights = chosen / chosen.sum(-1, keepdim=True) * (router.routed_scaling_factor if sigmoid else 1.0)

@@ -173,6 +173,19 @@ def test_recorded_routing_is_replayed(cell: Cell) -> None:
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
 
 
+@pytest.mark.parametrize("cell", cells({"cut": ("ragged", "tokens24", "plain")}, 1, 2))
+def test_tokens_without_a_record_go_where_the_router_decides(cell: Cell) -> None:
+    """Every third token, and the last one of each sequence, as servers leave it out."""
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    experts = recorded(cell.case.lengths, cell.layout.changes.get("num_hidden_layers", 2))
+    for each in experts:
+        each[1::3] = each[-1:] = -1
+    with start_cell(cell) as run:
+        expected = moe_reference(cell, replay=experts, name="gaps")
+        assert_terms(run.engine.forward_backward(with_replay(run, experts), *call), expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+
+
 @pytest.mark.parametrize("cell", [p for p in cells({"cut": ("ragged", "tokens24", "plain")}, 1, 2) if "p2" not in p.id])
 def test_routing_is_recorded(cell: Cell) -> None:
     with start_cell(cell) as run:
@@ -275,7 +288,11 @@ def test_recording_with_pipeline_raises() -> None:
 
 WRONG = {
     "too high": (lambda x: x.index_fill(0, torch.tensor([0]), 9), r"ids from 0 to 9"),
-    "negative": (lambda x: x - 1, r"ids from -1"),
+    "negative": (lambda x: x - 2, r"ids from -2"),
+    "half a record": (
+        lambda x: torch.cat([x[..., :1] * 0 - 1, x[..., 1:]], -1),
+        r"ids from -1 .* and -1 for all of a token",
+    ),
     "one layer": (lambda x: x[:, :1], r"is \[B, S, 1, 2\]: pass \[B, S, 2, 2\]"),
     "one expert": (lambda x: x[:, :, :1], r"pass \[B, S, 2, 2\]"),
     "floats": (lambda x: x.double(), "expert ids are integers"),

@@ -113,6 +113,15 @@ def balancing_divided_by_tokens(right: Function) -> Function:
     return lambda self, totals, sequences, tokens: right(self, totals, tokens, tokens)
 
 
+@mutant(
+    "areal.engine.moe.routing:Routing.replayed",
+    "dist/parallel/test_moe_layouts.py::test_tokens_without_a_record_go_where_the_router_decides[fsdp:d2--cut]",
+)
+def tokens_without_a_record_take_the_first_experts(right: Function) -> Function:
+    """Tokens without a record are sent to experts 0 and 1, whatever the router decides."""
+    return lambda self, layer, own: right(self, layer, torch.arange(own.shape[-1]).expand_as(own))
+
+
 @mutant("areal.engine.moe.routing:ExpertRouting.of", BALANCING.format("fsdp:d2c2-*"))
 def fillers_balanced(right: Function) -> Function:
     """Routers count the single token of a filler."""
