@@ -140,7 +140,7 @@ def fused_adam(kind: type[FusedAdam] = FusedAdam) -> Iterator[None]:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-    from areal.engine.megatron import optimizer as ours
+    from areal.engine.megatron.optimizer import chained as ours
 
     new = kind is FusedAdam
     optimizers = ModuleType("transformer_engine.pytorch.optimizers")

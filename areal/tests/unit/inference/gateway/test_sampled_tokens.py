@@ -61,7 +61,7 @@ def test_three_turns_of_parallel_sessions_have_the_log_probs_of_the_model() -> N
     for sequences in recorded:
         (sampled,) = sequences
         assert sum(each.trainable for each in sampled.segments) == 3
-        assert errors(replica, sampled).max() < 1e-5
+        assert errors(replica, sampled).max() < 5e-5
 
 
 def test_update_between_turns_keeps_versions_per_token() -> None:
@@ -82,5 +82,5 @@ def test_update_between_turns_keeps_versions_per_token() -> None:
     # Each answer has the log-probs of the weights that wrote it.
     old, new = errors(model(0), sampled), errors(model(1), sampled)
     length = len(first.tokens)
-    assert max(old[:length].max(), new[length:].max()) < 1e-5
+    assert max(old[:length].max(), new[length:].max()) < 5e-5
     assert min(new[:length].max(), old[length:].max()) > 1e-2
