@@ -26,8 +26,8 @@ class Sampled(Protocol):
     def tokens(self) -> Sequence[int]:
         """Token ids."""
 
-    def segment(self) -> Segment:
-        """Return the tokens with what is known of each."""
+    def after(self, prompt: Sequence[Segment]) -> tuple[Segment, ...]:
+        """Return the segments of the prompt and of the answer, with what is known of each token."""
 
 
 class Conversation:
@@ -80,7 +80,7 @@ class Conversation:
         # Nine characters, as some templates want.
         calls = [replace(call, id=call.id or f"call{known + i:05}") for i, call in enumerate(answer.tool_calls)]
         answer = replace(answer, tool_calls=tuple(calls))
-        self.segments = (*self.segments, sampled.segment())
+        self.segments = sampled.after(self.segments)
         self.messages.append(answer.message())
         self.answers.append(answer)
         return answer

@@ -16,11 +16,9 @@ from areal.api.loss import Normalization
 from areal.engine.loss_step import check_outputs
 from areal.utils.data import ADAPTER, BatchPlan, plan_batch
 from areal.utils.data.images import ImageRules
+from areal.utils.data.sequences import ROUTED_EXPERTS
 
 logger = logging.getLogger(__name__)
-
-ROUTED_EXPERTS = "routed_experts"
-"""Name of a per-token key of a batch, and of an output: the experts that each token is sent to, ``[T, L, K]``."""
 
 
 @dataclass(frozen=True)

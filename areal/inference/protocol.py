@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from areal.utils.data.image_prompt import ImagePrompt, Prompt
-from areal.utils.data.sequences import Segment
+from areal.utils.data.sequences import ROUTED_EXPERTS, Segment
 
 FinishReason = Literal["stop", "length", "aborted"]
 """``"stop"``: the last token is a stop token, or completes a stop string. ``"length"``: ``max_new_tokens`` or the context limit was reached.
@@ -84,6 +86,8 @@ class Completion:
         sampling: parameters of the request; ``None`` if unknown. A sample that is made from the answer carries them.
         top: the most likely tokens at each position, under the same distribution; empty without ``Sampling.top_logprobs``. Servers leave out
             tokens that ``top_p`` and ``top_k`` exclude.
+        routed_experts: integers ``[P + M - 1, L, K]``. The ``K`` experts of each token of prompt and answer but the last, in each of the ``L``
+            layers with experts; ``None`` if they are not known.
 
     Raises:
         ValueError: the lengths differ.
@@ -95,6 +99,7 @@ class Completion:
     finish_reason: FinishReason
     sampling: Sampling | None = None
     top: tuple[TopTokens, ...] = ()
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
@@ -113,6 +118,31 @@ class Completion:
                 "versions": torch.tensor(self.versions, dtype=torch.int64),
             },
             sampling={} if self.sampling is None else self.sampling.distribution(),
+        )
+
+    def after(self, prompt: Sequence[Segment]) -> tuple[Segment, ...]:
+        """Return the segments of a sequence that ends with this answer.
+
+        Each token has the experts of the one before, which predicted it, as ``routed_experts``: index ``t`` of a sample has those of token
+        ``t``. Earlier answers keep those with which they were generated.
+
+        Args:
+            prompt: segments of the prompt.
+
+        Raises:
+            ValueError: the prompt has another number of tokens than experts.
+        """
+        segments = (*prompt, self.segment())
+        if self.routed_experts is None:
+            return segments
+        recorded = self.routed_experts
+        rows = torch.cat([recorded.new_full((1, *recorded.shape[1:]), -1), recorded])
+        sizes = [len(each.tokens) for each in segments]
+        if sum(sizes) != len(rows):
+            raise ValueError(f"experts of {len(recorded)} tokens for a sequence of {sum(sizes)}: expected one less")
+        return tuple(
+            each if ROUTED_EXPERTS in each.values else replace(each, values={**each.values, ROUTED_EXPERTS: own})
+            for each, own in zip(segments, rows.split(sizes), strict=True)
         )
 
 

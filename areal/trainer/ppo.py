@@ -23,6 +23,7 @@ from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sampling_check import SamplingCheck
 from areal.trainer.rollout.weights_check import WeightsCheck
 from areal.trainer.trackers import Tracker, Trackers
+from areal.utils.data.sequences import ROUTED_EXPERTS
 from areal.utils.seeding import mixed
 
 logger = logging.getLogger(__name__)
@@ -259,7 +260,12 @@ class PPOTrainer:
         Args:
             samples: samples to train on.
             untrained: samples that count in the baseline of their group only; see :class:`~areal.trainer.estimators.Estimator`.
+
+        Raises:
+            ValueError: samples have experts to replay, and there is a critic.
         """
+        if self.critic is not None and any(ROUTED_EXPERTS in sample for sample in samples):
+            raise ValueError("a critic cannot replay the routed_experts of the policy: make the rollout without them")
         if not self._sum_over_ranks(len(samples)):
             return []
         # What the objective and the estimator read of the models. Groups on separate devices compute at the same time. Their ranks receive

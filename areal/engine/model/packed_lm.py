@@ -22,7 +22,6 @@ from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel
 from areal.engine.attention.kernels import TakeRows
-from areal.engine.batch_rules import ROUTED_EXPERTS
 from areal.engine.loss_step import split_outputs
 from areal.engine.model.classifier import make_value_head
 from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, decoder_of, head_of_runs, no_update
@@ -31,6 +30,7 @@ from areal.engine.moe.routing import ExpertRouting, Routing
 from areal.engine.recurrence.functions import replace_functions, running
 from areal.engine.recurrence.rows import run_in_rows
 from areal.engine.stream.layout import AdapterRuns, layout_of, pad_rows
+from areal.utils.data.sequences import ROUTED_EXPERTS
 from areal.utils.dtensor import local_part
 
 

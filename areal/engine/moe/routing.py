@@ -19,9 +19,10 @@ from areal.api.config import MoEConfig
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.kernels import TakeRows
-from areal.engine.batch_rules import ROUTED_EXPERTS, Experts, RoutingRules
+from areal.engine.batch_rules import Experts, RoutingRules
 from areal.engine.moe.balance_loss import AUX_LOSS, LOAD, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
 from areal.engine.stream.layout import StreamLayout
+from areal.utils.data.sequences import ROUTED_EXPERTS
 
 
 class Tally:

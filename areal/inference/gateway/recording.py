@@ -81,8 +81,9 @@ class Recording:
                 given = Segment(each.prompt[known:], trainable=False)
                 shared = id(each) in trained
                 trained.add(id(each))
-                answer = Segment(each.completion.tokens, trainable=False) if shared else each.completion.segment()
-                segments += [given, answer] if given.tokens else [answer]
+                prompt = [*segments, given] if given.tokens else segments
+                answer = Segment(each.completion.tokens, trainable=False)
+                segments = [*prompt, answer] if shared else list(each.completion.after(prompt))
             sequences.append(SampledSequence(tuple(segments), last.completion.finish_reason == "length"))
         return sequences
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from areal.inference.http.sent_images import SentImages
 from areal.inference.http.servers.dialect import ImageRoutes, ReplyPart, Routes
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
@@ -25,6 +28,7 @@ class Answer:
         prompt, sampling, images: as given.
         seed: seed of the sampling, or a random one.
         tokens, logprobs, versions, top: tokens generated so far; see :class:`~areal.inference.protocol.Completion`.
+        routed_experts: experts of the prompt and of these tokens but the last, if servers return them.
         finish: why the answer ended; ``None`` until then.
         deadline: time on the monotonic clock by which the next tokens must arrive; ``None`` before the first attempt, and after a
             sign of life of the server that generates them.
@@ -44,6 +48,7 @@ class Answer:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.top: list[TopTokens] = []
+        self.routed_experts: Tensor | None = None
         self.finish: FinishReason | None = None
         self.deadline: float | None = None
 
@@ -99,6 +104,9 @@ class Answer:
             raise ValueError(
                 f"{len(reply.tokens)} tokens came with the most likely tokens of {len(reply.top)} positions"
             )
+        length = len(self.prompt) + len(self.tokens) + len(reply.tokens)
+        if reply.tokens and reply.routed_experts is not None and len(reply.routed_experts) != length - 1:
+            raise ValueError(f"experts of {len(reply.routed_experts)} tokens came, and {length - 1} were computed")
 
     def add(self, reply: ReplyPart, versions: Sequence[int]) -> None:
         """Append the tokens of one reply, with the version of the weights that generated each."""
@@ -107,11 +115,17 @@ class Answer:
         self.logprobs += reply.logprobs
         self.versions += versions
         self.top += reply.top
+        if reply.tokens and reply.routed_experts is not None:
+            # The request for the rest computed all tokens again: each keeps the experts with which the next one was drawn.
+            known = reply.routed_experts[:0] if self.routed_experts is None else self.routed_experts
+            self.routed_experts = torch.cat([known, reply.routed_experts[len(known) :]])
         # A server may find a stop string some tokens late.
         count = None if self._stop is None else self._stop.find(self.tokens, before)
         if count is not None:
             for values in (self.tokens, self.logprobs, self.versions, self.top):
                 del values[count:]
+            if self.routed_experts is not None:
+                self.routed_experts = self.routed_experts[: len(self.prompt) + count - 1]
         if reply.finish == "length" or len(self.tokens) == self.sampling.max_new_tokens:
             self.finish = "length"
         # With stop tokens of the request, an end-of-sequence token of the model ends a part: the answer continues.
@@ -124,5 +138,11 @@ class Answer:
         """Return the answer so far, ``"aborted"`` if it is incomplete."""
         finish = self.finish or "aborted"
         return Completion(
-            tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish, self.sampling, tuple(self.top)
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            tuple(self.versions),
+            finish,
+            self.sampling,
+            tuple(self.top),
+            self.routed_experts if self.tokens else None,
         )

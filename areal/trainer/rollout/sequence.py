@@ -54,7 +54,7 @@ class Sequence:
     def single(cls, prompt: Prompt, completion: Completion, reward: float) -> Sequence:
         """Return the sequence of a prompt and one answer."""
         return cls(
-            (Segment(list(prompt_tokens(prompt)), trainable=False), completion.segment()),
+            completion.after([Segment(list(prompt_tokens(prompt)), trainable=False)]),
             reward,
             truncated=completion.finish_reason == "length",
             images=prompt_images(prompt),

@@ -100,6 +100,10 @@ def to_responses(outputs: Tensor | Sequence[Tensor], prompt_mask: Tensor, respon
     return _masked_to_zero(real, take_columns(x, columns.clamp(0, x.shape[1] - 1)))
 
 
+ROUTED_EXPERTS = "routed_experts"
+"""Per-token key of a batch, and an output: the experts of each token, ``[T, L, K]``; -1 where they are not known."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """A segment of an agent's trajectory: consecutive tokens that the policy generated, or that it received.
@@ -123,7 +127,7 @@ def from_segments(segments: Sequence[Segment]) -> dict[str, Tensor]:
     The first token of the trajectory is not predicted: it does not enter the loss, and its values are dropped.
 
     Args:
-        segments: segments in order. Values of a key that a segment does not have are zero.
+        segments: segments in order. Values of a key that a segment does not have are zero, and of ``routed_experts`` -1.
 
     Returns:
         ``input_ids`` int64 ``[S]``, ``loss_mask`` float32 ``[S]`` (1 at positions that predict a trainable token), and each
@@ -158,19 +162,20 @@ def from_segments(segments: Sequence[Segment]) -> dict[str, Tensor]:
             raise ValueError(
                 f"a segment has values of the name {key!r}, which the builder makes itself: rename or leave them out"
             )
-        out[key] = _shift_to_predictor(torch.cat(_column(key, segments, ids))[None])[0]
+        column = torch.cat(_column(key, segments, ids))[None]
+        out[key] = _shift_to_predictor(column, _unknown(key))[0]
     return out
 
 
 def _column(key: str, segments: Sequence[Segment], ids: list[Tensor]) -> list[Tensor]:
-    """Return the values of a key for each segment, with zeros for segments without the key."""
+    """Return the values of a key for each segment, also for segments without the key."""
     given = {i: torch.as_tensor(segment.values[key]) for i, segment in enumerate(segments) if key in segment.values}
     # Trailing shape and dtype, from the first values that are not empty.
     like = next((x for x in given.values() if x.numel()), next(iter(given.values())))
     column = []
     for i, tokens in enumerate(ids):
         shape = (len(tokens), *like.shape[1:])
-        x = given.get(i, like.new_zeros(shape))
+        x = given.get(i, like.new_full(shape, _unknown(key)))
         if x.shape != shape and (len(tokens) or x.numel()):
             raise ValueError(
                 f"values {key!r} of segment {i} are {list(x.shape)}: expected {list(shape)}, one for each of its tokens"
@@ -269,8 +274,13 @@ def _masked_to_zero(keep: Tensor, x: Tensor) -> Tensor:
     return x.masked_fill(~keep.reshape(*keep.shape, *[1] * (x.dim() - keep.dim())), 0)
 
 
-def _shift_to_predictor(x: Tensor) -> Tensor:
-    """Shift per-token values ``[n, S, ...]`` to the positions that predict their tokens: one earlier."""
-    out = torch.zeros_like(x)
+def _unknown(key: str) -> int:
+    """Return the value of tokens without one."""
+    return -1 if key == ROUTED_EXPERTS else 0
+
+
+def _shift_to_predictor(x: Tensor, last: int = 0) -> Tensor:
+    """Shift per-token values ``[n, S, ...]`` to the positions that predict their tokens: one earlier. The ``last`` position predicts none."""
+    out = torch.full_like(x, last)
     out[:, :-1] = x[:, 1:]
     return out

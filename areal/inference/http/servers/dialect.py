@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
 
 from areal.inference.http.sent_images import SentImages
 from areal.inference.http.servers.group_routes import GroupRoutes
@@ -26,6 +28,8 @@ class ReplyPart:
         labels: the server's label of the weights, for each token; ``None`` if its replies have none.
         top: the most likely tokens at each position; empty if they were not requested.
         stop_string: True if the server ended the request at a stop string.
+        routed_experts: experts of the tokens of the prompt and of these but the last, ``[tokens, layers, experts per token]``; ``None`` if they
+            were not requested.
 
     Raises:
         ValueError: the lengths differ.
@@ -37,6 +41,7 @@ class ReplyPart:
     labels: tuple[str, ...] | None = None
     top: tuple[TopTokens, ...] = ()
     stop_string: bool = False
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):

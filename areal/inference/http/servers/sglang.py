@@ -31,6 +31,7 @@ from areal.inference.http.servers.http_call import (
     ReplyBody,
     RequestBody,
 )
+from areal.inference.http.servers.routed_experts import of_int32
 from areal.inference.http.servers.sglang_schemas import (
     SGLangAbort,
     SGLangGenerate,
@@ -75,10 +76,18 @@ class SGLang:
             get no requests until the next update.
         adapter: name under which updates load the engine's adapter, in place of the model's weights. Servers need ``--enable-lora``,
             ``--max-lora-rank`` and ``--lora-target-modules``. Before the first update, the model answers.
+        routed_experts: number of experts that the model sends a token to. With it, answers have the experts of each token, for training to
+            replay. Servers need ``--enable-return-routed-experts``.
     """
 
-    def __init__(self, *, weights_backup: bool = False, adapter: str | None = None) -> None:
-        self._weights_backup, self.adapter = weights_backup, adapter
+    def __init__(
+        self, *, weights_backup: bool = False, adapter: str | None = None, routed_experts: int | None = None
+    ) -> None:
+        if routed_experts is not None and routed_experts < 1:
+            raise ValueError(
+                f"SGLang.routed_experts = {routed_experts}: pass the experts of a token, such as num_experts_per_tok"
+            )
+        self._weights_backup, self.adapter, self._routed_experts = weights_backup, adapter, routed_experts
         self.group = SGLangGroupRoutes()
 
     def check(self, sampling: Sampling) -> None:
@@ -104,7 +113,11 @@ class SGLang:
         # It loads a directory with another name, keeps the old values, and ends at another shape.
         served = ServedModel(info.model_path, context, checks_weights=False)
         return SGLangRoutes(
-            self.adapter, served, weights_backup=self._weights_backup, mask_tokens=info.sampling_mask_max_tokens
+            self.adapter,
+            served,
+            weights_backup=self._weights_backup,
+            mask_tokens=info.sampling_mask_max_tokens,
+            routed_experts=self._routed_experts,
         )
 
 
@@ -116,6 +129,7 @@ class SGLangRoutes:
         served: what the server tells of its model.
         weights_backup: its weights survive a sleep.
         mask_tokens: largest number of tokens in a sampling mask.
+        routed_experts: experts of a token, of which replies must have the numbers; ``None`` without.
     """
 
     labels = LabelRoutes(
@@ -123,8 +137,17 @@ class SGLangRoutes:
         lambda label: HTTPCall("/update_weight_version", SGLangSetLabel(new_version=label), Anything),
     )
 
-    def __init__(self, adapter: str | None, served: ServedModel, *, weights_backup: bool, mask_tokens: int) -> None:
+    def __init__(
+        self,
+        adapter: str | None,
+        served: ServedModel,
+        *,
+        weights_backup: bool,
+        mask_tokens: int,
+        routed_experts: int | None = None,
+    ) -> None:
         self._adapter, self.served, self._mask_tokens = adapter, served, mask_tokens
+        self._routed_experts = routed_experts
         self._loaded: str | None = None  # adapter that answers
         # A request keeps its adapter to its end, and the next one cannot be loaded before.
         keeps = adapter is None
@@ -158,6 +181,7 @@ class SGLangRoutes:
             return_sampling_mask=True if truncated else None,
             sampling_logprobs_mode="support" if truncated and sampling.top_logprobs else None,
             lora_path=self._loaded,
+            return_routed_experts=True if self._routed_experts else None,
         )
         return HTTPCall("/generate", body, SGLangGenerated)
 
@@ -192,7 +216,11 @@ class SGLangRoutes:
             rows = meta.output_top_logprobs or []
             top = tuple(TopTokens(tuple(t for _, t, _ in row), tuple(_number(p) for p, _, _ in row)) for row in rows)
         stop_string = isinstance(meta.finish_reason.matched, str)
-        return ReplyPart(tokens, logprobs, finish, labels_of(meta.weight_versions), top, stop_string)
+        experts = None
+        if self._routed_experts and tokens:
+            computed = (meta.prompt_tokens or 0) + len(tokens) - 1
+            experts = of_int32(meta.routed_experts, computed, self._routed_experts, "meta_info.routed_experts")
+        return ReplyPart(tokens, logprobs, finish, labels_of(meta.weight_versions), top, stop_string, experts)
 
     def abort(self, name: str) -> HTTPCall[ReplyBody]:
         return HTTPCall("/abort_request", SGLangAbort(rid=name), Anything)

@@ -52,6 +52,7 @@ class SGLangGenerate(RequestBody):
     return_sampling_mask: Literal[True] | None = None
     sampling_logprobs_mode: Literal["support"] | None = None
     lora_path: str | None = None
+    return_routed_experts: Literal[True] | None = None
     stream: Literal[False] = False
 
 
@@ -73,6 +74,8 @@ class SGLangMeta(ReplyBody):
 
     finish_reason: SGLangFinish
     completion_tokens: int | None = None
+    prompt_tokens: int | None = None
+    routed_experts: str | None = None
     output_token_logprobs: list[Entry] | None = None
     output_top_logprobs: list[list[Entry]] | None = None
     output_token_sampling_mask: list[list[TokenId]] | None = None

@@ -6,9 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import Field
-
-from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.inference.http.sent_images import SentImages
 from areal.inference.http.servers.dialect import (
     Ask,
@@ -20,7 +17,6 @@ from areal.inference.http.servers.dialect import (
     expect,
     labels_of,
 )
-from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.servers.http_call import (
     Anything,
     Empty,
@@ -29,9 +25,10 @@ from areal.inference.http.servers.http_call import (
     ModelList,
     OpenAPI,
     ReplyBody,
-    RequestBody,
     SetLabel,
 )
+from areal.inference.http.servers.routed_experts import of_npy
+from areal.inference.http.servers.vllm_group import VLLMGroupRoutes
 from areal.inference.http.servers.vllm_images import VLLMFeatures, features_of
 from areal.inference.http.servers.vllm_schemas import (
     VLLMChoiceBase,
@@ -76,91 +73,6 @@ _KEEP = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
 _RESUME = HTTPCall("/resume", Empty(), VLLMResumed)
 
 
-# ---- weights over a process group
-#
-# Read and run against vLLM 0.32.0: ``entrypoints/rl/online/api_router.py`` (routes), ``distributed/weight_transfer/nccl_common.py``,
-# ``nccl_engine.py`` and ``packed_tensor.py`` (fields, and the order of the broadcasts), ``v1/worker/gpu_worker.py`` and
-# ``model_executor/model_loader/reload/layerwise.py`` (state of an interrupted update).
-
-
-class VLLMWorldSize(ReplyBody):
-    """Reply of ``GET /get_world_size``."""
-
-    world_size: int = Field(ge=1)
-
-
-class VLLMInitTransfer(RequestBody):
-    """``POST /init_weight_transfer_engine``."""
-
-    init_info: dict[str, str | int | bool]
-
-
-class VLLMUpdateInfo(RequestBody):
-    """``update_info`` of ``POST /update_weights``."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-
-class VLLMUpdateWeights(RequestBody):
-    """``POST /update_weights``."""
-
-    update_info: VLLMUpdateInfo
-
-
-class VLLMFinishUpdate(RequestBody):
-    """``POST /finish_weight_update``."""
-
-    weight_version: str
-
-
-class VLLMGroupRoutes:
-    """Routes of vLLM. The servers need ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "nccl"}'``.
-
-    Tensors are loaded as they come: an interrupted server has lost its weights. Its layers stay prepared for the rest of the
-    update, and would take tensors of the next update for the missing ones. ``/finish_weight_update`` ends that state, but is refused
-    outside an update, and so :attr:`recover` starts one first.
-    """
-
-    packs = True
-
-    workers = HTTPCall.get("/get_world_size", VLLMWorldSize)
-    label = HTTPCall.get("/weight_info", LabelReply)
-    leave = (HTTPCall("/shutdown_weight_transfer_engine", Empty(), Anything),)
-    start = (HTTPCall("/start_weight_update", Empty(), Anything),)
-
-    def read_workers(self, reply: ReplyBody) -> int:
-        return expect(VLLMWorldSize, reply).world_size
-
-    def join(
-        self, where: Mapping[str, str | int], offset: int, size: int, packed_bytes: int | None
-    ) -> HTTPCall[Anything]:
-        info: dict[str, str | int | bool] = {**where, "rank_offset": offset, "world_size": size}
-        if packed_bytes is not None:
-            info |= {"packed": True, "packed_buffer_size_bytes": packed_bytes}
-        return HTTPCall("/init_weight_transfer_engine", VLLMInitTransfer(init_info=info), Anything)
-
-    def update(self, specs: Sequence[TensorSpec]) -> HTTPCall[Anything]:
-        info = VLLMUpdateInfo(
-            names=[spec.name for spec in specs],
-            dtype_names=[str(spec.dtype).removeprefix("torch.") for spec in specs],
-            shapes=[list(spec.shape) for spec in specs],
-        )
-        return HTTPCall("/update_weights", VLLMUpdateWeights(update_info=info), Anything)
-
-    def finish(self, label: str) -> Sequence[HTTPCall[Anything]]:
-        return (HTTPCall("/finish_weight_update", VLLMFinishUpdate(weight_version=label), Anything),)
-
-    @property
-    def recover(self) -> Sequence[HTTPCall[Anything]]:
-        # The start fails if the update is still active. The label keeps others from taking these weights for complete ones.
-        return (*self.start, *self.finish(INTERRUPTED))
-
-
-# ---- the kind of server
-
-
 class VLLM:
     """vLLM servers.
 
@@ -179,6 +91,7 @@ class VLLM:
         model: name of the served model or of a loaded adapter that is not updated; ``None`` for the default model.
         adapter: name under which updates load the engine's adapter, in place of the model's weights. Servers need ``--enable-lora``,
             ``--max-lora-rank`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. Before the first update, the model answers.
+        routed_experts: answers have the experts of each token, for training to replay. Servers need ``--enable-return-routed-experts``.
 
     Raises:
         ValueError: both names are given.
@@ -186,10 +99,10 @@ class VLLM:
 
     group = VLLMGroupRoutes()
 
-    def __init__(self, model: str | None = None, *, adapter: str | None = None) -> None:
+    def __init__(self, model: str | None = None, *, adapter: str | None = None, routed_experts: bool = False) -> None:
         if model is not None and adapter is not None:
             raise ValueError(f"VLLM: model = {model!r} and adapter = {adapter!r}: leave one out")
-        self._model, self.adapter = model, adapter
+        self._model, self.adapter, self._routed_experts = model, adapter, routed_experts
 
     def check(self, sampling: Sampling) -> None:
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
@@ -201,11 +114,14 @@ class VLLM:
         offered = await ask(HTTPCall.get("/openapi.json", OpenAPI))
         paths = set(offered.paths) if offered is not None else set()
         # Log-probs of another mode would be wrong without a word.
-        multimodal = None
+        config = None
         if "/server_info" in paths:
             info = await ask(HTTPCall.get("/server_info", VLLMServerInfo, {"config_format": "json"}))
             config = None if info is None else info.vllm_config.model_config_
-            multimodal = None if config is None else config.multimodal_config
+            if self._routed_experts and config is not None and config.enable_return_routed_experts is False:
+                raise ValueError(
+                    "VLLM.routed_experts = True: the server returns none; start it with --enable-return-routed-experts"
+                )
             if config is not None and config.logprobs_mode != "processed_logprobs":
                 raise ValueError(
                     f"the server computes {config.logprobs_mode}, which are not of the distribution that it draws from: start it with "
@@ -222,6 +138,7 @@ class VLLM:
             raise ValueError(f"VLLM.model = {self._model!r}: the server has {', '.join(cards)}")
         chosen = cards.get(self._model or "")
         base = next((card for card in cards.values() if card.parent is None), None)
+        multimodal = None if config is None else config.multimodal_config
         served = ServedModel(
             path=None if base is None else base.root,
             max_context=None if base is None else base.max_model_len,
@@ -230,7 +147,7 @@ class VLLM:
         )
         labels = {"/weight_info", "/update_weight_version"} <= paths
         kind = VLLMTokenRoutes if labels and "/inference/v1/generate" in paths else VLLMRoutes
-        return kind(self._model, self.adapter, served, labels=labels)
+        return kind(self._model, self.adapter, served, labels=labels, routed_experts=self._routed_experts)
 
 
 class VLLMRoutes:
@@ -241,6 +158,7 @@ class VLLMRoutes:
         adapter: name under which updates load an adapter.
         served: what the server tells of its model.
         labels: it has the routes for labels.
+        routed_experts: replies must have the experts of each token.
     """
 
     pauses = PauseRoutes(_ABORT, _ABORT, _RESUME)
@@ -248,8 +166,17 @@ class VLLMRoutes:
         HTTPCall("/sleep", Empty(), Anything, {"level": "1"}), HTTPCall("/wake_up", Empty(), Anything)
     )
 
-    def __init__(self, model: str | None, adapter: str | None, served: ServedModel, *, labels: bool) -> None:
+    def __init__(
+        self,
+        model: str | None,
+        adapter: str | None,
+        served: ServedModel,
+        *,
+        labels: bool,
+        routed_experts: bool = False,
+    ) -> None:
         self._model, self._adapter, self.served = model, adapter, served
+        self._routed_experts = routed_experts
         self.labels = _LABELS if labels else None
 
     def generate(
@@ -278,7 +205,25 @@ class VLLMRoutes:
                 for row in choice.logprobs.top_logprobs or ()
             ]
             top = tuple(_most_likely(row, sampling.top_logprobs) for row in rows)
-        return _part(choice, tuple(logprobs), top=top)
+        return self._part(choice, tuple(logprobs), top=top)
+
+    def _part(
+        self,
+        choice: VLLMChoiceBase,
+        logprobs: tuple[float, ...],
+        labels: tuple[str, ...] | None = None,
+        top: tuple[TopTokens, ...] = (),
+    ) -> ReplyPart:
+        """Return the tokens of a reply."""
+        # Reasons in this package's words.
+        finish: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+        stop_string = isinstance(choice.stop_reason, str)
+        experts = None
+        if self._routed_experts and choice.token_ids:
+            experts = of_npy(choice.routed_experts, "choices[0].routed_experts")
+        return ReplyPart(
+            tuple(choice.token_ids), logprobs, finish[choice.finish_reason], labels, top, stop_string, experts
+        )
 
     def abort(self, name: str) -> None:
         return None
@@ -300,8 +245,8 @@ class VLLMTokenRoutes(VLLMRoutes):
     of the server, which is that of the next adapter.
     """
 
-    def __init__(self, model: str | None, adapter: str | None, served: ServedModel, *, labels: bool) -> None:
-        super().__init__(model, adapter, served, labels=labels)
+    def __init__(self, model: str | None, adapter: str | None, served: ServedModel, **options: bool) -> None:
+        super().__init__(model, adapter, served, **options)
         if adapter is None:
             self.pauses = PauseRoutes(_KEEP, _ABORT, _RESUME, keeps_requests=True)
 
@@ -351,20 +296,7 @@ class VLLMTokenRoutes(VLLMRoutes):
         if [each["token_id"] for each in drawn] != choice.token_ids:
             raise ValueError("choices[0].logprobs.content are not of choices[0].token_ids")
         logprobs = tuple([each["logprob"] if each["logprob"] > _NOTHING else -math.inf for each in drawn])
-        return _part(choice, logprobs, labels_of(choice.weight_versions), top)
-
-
-def _part(
-    choice: VLLMChoiceBase,
-    logprobs: tuple[float, ...],
-    labels: tuple[str, ...] | None = None,
-    top: tuple[TopTokens, ...] = (),
-) -> ReplyPart:
-    """Return the tokens of a reply."""
-    # Reasons in this package's words.
-    finish: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-    stop_string = isinstance(choice.stop_reason, str)
-    return ReplyPart(tuple(choice.token_ids), logprobs, finish[choice.finish_reason], labels, top, stop_string)
+        return self._part(choice, logprobs, labels_of(choice.weight_versions), top)
 
 
 def _most_likely(row: Mapping[int, float], count: int) -> TopTokens:

@@ -79,6 +79,7 @@ class VLLMChoiceBase(ReplyBody):
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: str | int | None = None
     token_ids: list[TokenId]
+    routed_experts: str | None = None
 
 
 class VLLMChoice(VLLMChoiceBase):
@@ -208,6 +209,7 @@ class VLLMModelConfig(ReplyBody):
     """``vllm_config.model_config`` of ``GET /server_info``."""
 
     logprobs_mode: str
+    enable_return_routed_experts: bool | None = None
     multimodal_config: VLLMMultimodalConfig | None = None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from areal.api import OptimizerConfig, ParallelDims
 from areal.engine.moe.balance_loss import AUX_LOSS
+from areal.inference.protocol import Completion
 from areal.tests.grid.cases import CASES, as_input, dp_shard_indices, rows, samples
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
@@ -19,6 +20,7 @@ from areal.tests.grid.losses import OBJECTIVES
 from areal.tests.harness.moe_reference import SHAPES, TOLERANCE, assert_terms, moe_reference, recorded, with_replay
 from areal.tests.harness.tiny import family_dir, started
 from areal.tests.harness.world import world
+from areal.trainer.rollout.sequence import Sequence
 
 MOE = {"aux_loss": 0.5, "z_loss": 0.25, "statistics": True}
 
@@ -184,6 +186,27 @@ def test_tokens_without_a_record_go_where_the_router_decides(cell: Cell) -> None
         expected = moe_reference(cell, replay=experts, name="gaps")
         assert_terms(run.engine.forward_backward(with_replay(run, experts), *call), expected)
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
+def test_experts_of_an_answer_are_replayed(backend: str) -> None:
+    """A server returns those of all tokens but the last; with its own experts, an engine has the log-probs of a run without replay."""
+    prompt, tokens = [5, 6, 7, 8], (9, 10, 11)
+    given = recorded((len(prompt) + len(tokens) - 1,))[0].int()
+
+    def sample(experts: Tensor | None) -> dict[str, Tensor]:
+        answer = Completion(tokens, (-1.0,) * 3, (0,) * 3, "stop", routed_experts=experts)
+        return Sequence.single(prompt, answer, 1.0).sample()
+
+    with started(backend, path=family_dir("qwen3_moe")) as engine:
+        outputs: Any = ("routed_experts", "logprobs")
+        own = engine.forward_batch([sample(None)], outputs=outputs)
+        other = engine.forward_batch([sample(given)], outputs=outputs)
+        again = engine.forward_batch([sample(own["routed_experts"][0][:-1].int())], outputs=outputs)
+    assert torch.equal(other["routed_experts"][0][:-1], given.long())
+    assert not torch.allclose(other["logprobs"][0], own["logprobs"][0], atol=1e-3)
+    assert torch.allclose(again["logprobs"][0], own["logprobs"][0], atol=1e-6)
 
 
 @pytest.mark.parametrize("cell", [p for p in cells({"cut": ("ragged", "tokens24", "plain")}, 1, 2) if "p2" not in p.id])

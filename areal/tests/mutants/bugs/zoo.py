@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,6 +121,21 @@ def balancing_divided_by_tokens(right: Function) -> Function:
 def tokens_without_a_record_take_the_first_experts(right: Function) -> Function:
     """Tokens without a record are sent to experts 0 and 1, whatever the router decides."""
     return lambda self, layer, own: right(self, layer, torch.arange(own.shape[-1]).expand_as(own))
+
+
+@mutant(
+    "areal.inference.protocol:Completion.after",
+    "unit/inference/test_routed_experts.py::test_samples_have_the_experts_at_their_tokens",
+    "dist/parallel/test_moe_layouts.py::test_experts_of_an_answer_are_replayed[w1-fsdp:d1]",
+)
+def experts_of_the_next_token(right: Function) -> Function:
+    """Samples have the experts of an answer one token too early."""
+
+    def wrong(self: Any, prompt: Any) -> Any:
+        moved = None if self.routed_experts is None else self.routed_experts.roll(-1, 0)
+        return right(replace(self, routed_experts=moved), prompt)
+
+    return wrong
 
 
 @mutant("areal.engine.moe.routing:ExpertRouting.of", BALANCING.format("fsdp:d2c2-*"))

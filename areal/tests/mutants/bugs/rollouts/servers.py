@@ -179,8 +179,8 @@ def model_updated_under_an_adapter(right: Function) -> Function:
 def adapter_changes_under_requests(right: Function) -> Function:
     """Requests run on across an update of an adapter, with the one before, under the label of the next one."""
 
-    def wrong(self: Any, model: Any, adapter: Any, served: Any, *, labels: bool) -> None:
-        right(self, model, None, served, labels=labels)
+    def wrong(self: Any, model: Any, adapter: Any, served: Any, **options: Any) -> None:
+        right(self, model, None, served, **options)
         self._adapter = adapter
 
     return wrong
