@@ -110,6 +110,12 @@ class OptaxOptimizer:
         """Return whether the formula of a parameter needs the number of steps."""
         return self.kinds[name] == _ADAMW
 
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """Names of the parameters that have each kind of moment."""
+        kinds = sorted({kind for own in self.kinds.values() for kind in own})
+        return {kind: [name for name, own in self.kinds.items() if kind in own] for kind in kinds}
+
     def _kinds_of(self, name: str) -> tuple[str, ...]:
         if self._rule.orthogonalises(name, self._model.arrays[name].shape):
             return _MOMENTUM
@@ -118,8 +124,7 @@ class OptaxOptimizer:
         return _MOMENTUM if self.param_groups[0]["momentum"] else ()
 
     def _zeros(self) -> dict[str, dict[str, Array]]:
-        kinds = sorted({kind for own in self.kinds.values() for kind in own})
-        return {kind: self._model.zeros([name for name, own in self.kinds.items() if kind in own]) for kind in kinds}
+        return {kind: self._model.zeros(names) for kind, names in self.names.items()}
 
 
 def scalars(group: dict[str, Any]) -> dict[str, float]:

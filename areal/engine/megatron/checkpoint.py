@@ -79,8 +79,8 @@ class MegatronCheckpointer(EngineCheckpointer):
         # The kind of optimizer is recorded in the checkpoint.
         inners = [each.optimizer for each in present_optimizers(chained)]
         kind = type(inners[0]).__name__ if inners else ""
-        self._has_muon = schedule is not None and schedule.inner.matrices is not None
-        kind = "Muon" if self._has_muon else _TORCH_NAMES.get(kind, kind)
+        has_muon = schedule is not None and schedule.inner.matrices is not None
+        kind = "Muon" if has_muon else _TORCH_NAMES.get(kind, kind)
         super().__init__(schedule, kind or None, weights, run, control, source, **options)
         self._chunks = chunks
         self._chained = chained
@@ -114,8 +114,8 @@ class MegatronCheckpointer(EngineCheckpointer):
     def _step(self) -> dict[str, TensorBoxes]:
         """Return the number of steps, which other engines read for each weight that AdamW updates."""
         step = torch.tensor(float(self._clipping.steps if self._clipping else 0))
-        shapes = self._weights.shapes
-        counted = [name for name in self._weights.trained if not (self._has_muon and is_matrix(name, shapes[name]))]
+        shapes, has_muon = self._weights.shapes, self._optimizer_kind == "Muon"
+        counted = [name for name in self._weights.trained if not (has_muon and is_matrix(name, shapes[name]))]
         names = (f"{OPTIM}{weight_key(name)}.step" for name in sorted(counted))
         return {f"{OPTIM}step": TensorBoxes([((), step)], (), [[TensorPlace(name, (), ()) for name in names]])}
 

@@ -112,11 +112,8 @@ class Programs:
 
     def moments(self, config: OptimizerConfig) -> dict[str, Shapes]:
         """Return the moments of an optimizer by kind."""
-        kinds = self._optimizer(config).kinds
-        return {
-            kind: {name: self.params[name] for name, own in kinds.items() if kind in own}
-            for kind in sorted({kind for own in kinds.values() for kind in own})
-        }
+        names = self._optimizer(config).names
+        return {kind: {name: self.params[name] for name in own} for kind, own in names.items()}
 
     def update(self, config: OptimizerConfig) -> Any:
         """Compile the step of an optimizer."""
