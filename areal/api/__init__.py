@@ -15,19 +15,7 @@ from areal.api.batch import (
     TopKOutput,
 )
 from areal.api.checkpoint import Checkpointer, SaveLoadMeta, Stateful
-from areal.api.config import (
-    BackendConfig,
-    FinetuneSpec,
-    FSDPConfig,
-    JAXConfig,
-    LoRAConfig,
-    MegatronConfig,
-    MicroBatchSpec,
-    MoEConfig,
-    OptimizerConfig,
-    TrainEngineConfig,
-)
-from areal.api.config_sections import MuonConfig
+from areal.api.config import FinetuneSpec, TrainEngineConfig
 from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
@@ -35,6 +23,14 @@ from areal.api.memory import EngineMemory, KindMemory
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.pending import Finished, Pending
+from areal.api.sections.backend import BackendConfig
+from areal.api.sections.experts import MoEConfig
+from areal.api.sections.fsdp import FSDPConfig
+from areal.api.sections.jax import JAXConfig
+from areal.api.sections.lora import LoRAConfig
+from areal.api.sections.megatron import MegatronConfig
+from areal.api.sections.microbatch import MicroBatchSpec
+from areal.api.sections.optimizer import MuonConfig, OptimizerConfig
 from areal.api.step_settings import ParamGroup, StepSettings
 from areal.api.weights import (
     LocalTensor,

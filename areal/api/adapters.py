@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal.api.config import LoRAConfig
+from areal.api.sections.lora import LoRAConfig
 from areal.api.weights import NamedTensor
 
 

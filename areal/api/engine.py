@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
@@ -16,13 +15,14 @@ from areal.api.adapters import Adapters
 from areal.api.arguments import BatchInput, Outputs, default_loss_weight
 from areal.api.batch import OptimStats, StepOutput
 from areal.api.checkpoint import SaveLoadMeta
-from areal.api.config import FinetuneSpec, MicroBatchSpec, TrainEngineConfig
+from areal.api.config import FinetuneSpec, TrainEngineConfig
 from areal.api.control import Control
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.memory import Offloadable
 from areal.api.microbatch import MicroBatchList
 from areal.api.parallel import ParallelDims, RankPosition
 from areal.api.pending import Finished, Pending
+from areal.api.sections.microbatch import MicroBatchSpec
 from areal.api.step_settings import ParamGroup, StepSettings
 from areal.api.weights import LocalTensor, NamedTensor, SelectName
 
@@ -83,9 +83,7 @@ class TrainEngine(RankPosition, Offloadable):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.destroy()
 
     def start(self, verb: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from torch.distributed.run import run as run_torchrun
 
 from areal import recipes
-from areal.api.config_sections import StrictConfig
+from areal.api.sections.strict import StrictConfig
 from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
 from areal.recipes.config import RunConfig

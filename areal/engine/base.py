@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.batch import OptimStats, StepOutput, TokenOutputs
-from areal.api.config import FinetuneSpec, MicroBatchSpec
+from areal.api.config import FinetuneSpec
 from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.api.sections.microbatch import MicroBatchSpec
 from areal.api.step_settings import StepSettings
 from areal.engine.batch_rules import BatchRules, check_one_adapter
 from areal.engine.components import CallGradients, EngineComponents, call_gradients
@@ -365,8 +366,7 @@ class BaseTrainEngine(EngineState):
 
     def optimizer_step(self, settings: StepSettings | None = None) -> OptimStats:
         stats = self._apply_gradients(settings)
-        # Return only if all ranks have taken the step.
-        self.control.gather(None)
+        self.control.gather(None)  # return only if all ranks have taken the step
         return stats
 
     def _apply_gradients(self, settings: StepSettings | None = None) -> OptimStats:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.api.config import MicroBatchSpec
 from areal.api.engine import BatchInput, Outputs, TrainEngine
 from areal.api.loss import Normalization
+from areal.api.sections.microbatch import MicroBatchSpec
 from areal.engine.loss_step import check_outputs
 from areal.utils.data import ADAPTER, BatchPlan, plan_batch
 from areal.utils.data.images import ImageRules

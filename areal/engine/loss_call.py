@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from areal.api.batch import Batch, TokenOutputs
-from areal.api.config import MicroBatchSpec
 from areal.api.engine import Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization
+from areal.api.sections.microbatch import MicroBatchSpec
 from areal.engine.loss_step import as_terms, split_outputs
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from areal.api.batch import OptimStats
-from areal.api.config import OptimizerConfig
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.api.step_settings import StepSettings
 from areal.utils.distributed import rank_in_world
 from areal.utils.dtensor import collective_device, local_part

@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from areal.api.config import BackendConfig, OptimizerConfig, TrainEngineConfig
+from areal.api.config import TrainEngineConfig
 from areal.api.parallel import ParallelDims
+from areal.api.sections.backend import BackendConfig
+from areal.api.sections.optimizer import OptimizerConfig
 
 TEMPLATE_OPTIONS = frozenset(
     {

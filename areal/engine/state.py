@@ -9,7 +9,6 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.checkpoint import SaveLoadMeta
-from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
+from areal.api.config import FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
+from areal.api.sections.backend import BackendConfig
 from areal.api.weights import LocalTensor, NamedTensor, SelectName, stream_of
 from areal.engine.batch_rules import ContextWarning
 from areal.engine.checkpoint.checkpointer import FolderWeights
@@ -245,7 +245,7 @@ class EngineState(TrainEngine):
         coordinates = self._processes.coordinates(rank_in_world())
         return not any(coordinates[axis] for axis in ("pp", "cp", "tp"))
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return self._require_components().evaluating()
 
     def set_version(self, version: int) -> None:
@@ -380,7 +380,7 @@ class EngineState(TrainEngine):
             raise RuntimeError("the engine has no adapters: set TrainEngineConfig.lora=LoRAConfig(...) to train some")
         return adapters
 
-    def reference(self) -> AbstractContextManager[None]:
+    def reference(self) -> contextlib.AbstractContextManager[None]:
         if self._require_components().adapters is None:
             raise RuntimeError(
                 "the engine trains the model itself, and has no other: make a second engine without an optimizer, or set lora=LoRAConfig(...)"
@@ -391,7 +391,7 @@ class EngineState(TrainEngine):
 
     def profile(
         self, folder: str | Path, *, memory: bool = True, stacks: bool = False
-    ) -> AbstractContextManager[dict[int, Path]]:
+    ) -> contextlib.AbstractContextManager[dict[int, Path]]:
         self._require_components()
         return profiled(self.timer, self.device, self.control.rank, folder, memory=memory, stacks=stacks)
 

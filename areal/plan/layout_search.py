@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.api import LoRAConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.api.config import MegatronConfig
 from areal.api.parallel import ParallelDims
+from areal.api.sections.megatron import MegatronConfig
 from areal.engine.model.hub import experts_per_layer, read_config
 from areal.plan.hardware import Hardware
 from areal.plan.layout_plan import LayoutPlan, plan_layout

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from areal.api import FinetuneSpec, LoRAConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.api.config_sections import StrictConfig
+from areal.api.sections.strict import StrictConfig
 from areal.utils.platform import fast_dtype
 
 TrackerName = Literal["console", "jsonl", "curves", "tensorboard", "wandb", "mlflow"]

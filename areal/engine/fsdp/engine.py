@@ -13,9 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEngineConfig, torch_dtype
+from areal.api.config import FinetuneSpec, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
+from areal.api.sections.fsdp import FSDPConfig
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
 from areal.engine.attention.huggingface import PACKED_ATTENTION
 from areal.engine.attention.kernels import kernel_name

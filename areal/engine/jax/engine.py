@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from areal.api.batch import TokenOutputs, TopKOutput
-from areal.api.config import FinetuneSpec, JAXConfig, TrainEngineConfig, torch_dtype
+from areal.api.config import FinetuneSpec, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
+from areal.api.sections.jax import JAXConfig
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents

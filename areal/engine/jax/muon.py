@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from areal.api.config import TrainEngineConfig
-from areal.api.config_sections import MuonConfig
+from areal.api.sections.optimizer import MuonConfig
 from areal.engine.jax.mesh import AXES, stored_spec
 from areal.engine.jax.model.architecture import EXPERTS, LAYER
 from areal.engine.jax.model.spec import ModelSpec

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from areal.api.config import OptimizerConfig
-from areal.api.config_sections import MuonConfig
+from areal.api.sections.optimizer import MuonConfig, OptimizerConfig
 from areal.engine.jax.model.spec import ModelSpec, Params
 from areal.engine.jax.model_arrays import ModelState, consuming
 from areal.engine.jax.muon import has_matrices, muon_updates

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.api.config import FinetuneSpec, OptimizerConfig
+from areal.api.config import FinetuneSpec
 from areal.api.memory import EngineMemory
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.safetensors import TensorSpec

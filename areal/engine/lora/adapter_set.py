@@ -13,8 +13,9 @@ import torch
 from transformers import PretrainedConfig
 
 from areal.api.batch import OptimStats
-from areal.api.config import FinetuneSpec, LoRAConfig, TrainEngineConfig
+from areal.api.config import FinetuneSpec, TrainEngineConfig
 from areal.api.memory import EngineMemory
+from areal.api.sections.lora import LoRAConfig
 from areal.api.step_settings import StepSettings
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask

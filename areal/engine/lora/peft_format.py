@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from areal.api.config import LoRAConfig
+from areal.api.sections.lora import LoRAConfig
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.lora.adapter_plan import (
     FEED_FORWARD,

@@ -26,9 +26,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec, MegatronConfig, OptimizerConfig, torch_dtype
+from areal.api.config import FinetuneSpec, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
+from areal.api.sections.megatron import MegatronConfig
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
 from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine

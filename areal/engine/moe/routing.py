@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.api.config import MoEConfig
 from areal.api.microbatch import MicroBatch
+from areal.api.sections.experts import MoEConfig
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.kernels import TakeRows
 from areal.engine.batch_rules import Experts, RoutingRules

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal.api.config import FSDPConfig
 from areal.api.parallel import ParallelDims
+from areal.api.sections.fsdp import FSDPConfig
 from areal.engine.fsdp.pipeline.schedule_specs import ScheduleSpec
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM

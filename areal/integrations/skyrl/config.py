@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from areal.api.config_sections import StrictConfig
+from areal.api.sections.strict import StrictConfig
 
 
 class ArealBackendConfig(StrictConfig):

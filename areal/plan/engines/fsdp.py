@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from areal.api import MicroBatchList, TrainEngineConfig
-from areal.api.config import OptimizerConfig
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.fsdp.engine import FSDPEngine
 from areal.engine.torch.model_chunks import ModelChunks
 from areal.engine.torch.random_init import materialize

@@ -13,7 +13,8 @@ import torch
 from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from areal.api.config import OptimizerConfig, TrainEngineConfig, torch_dtype
+from areal.api.config import TrainEngineConfig, torch_dtype
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.jax import bridge, optimizer
 from areal.engine.jax.inputs import bucket, row_bucket
 from areal.engine.jax.mesh import STREAMS, check_experts_of, mesh_of, ways

@@ -12,7 +12,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from areal.api.config import OptimizerConfig, TrainEngineConfig, torch_dtype
+from areal.api.config import TrainEngineConfig, torch_dtype
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.megatron.model.layer_spec import has_transformer_engine
 from areal.engine.megatron.optimizer.main_parameters import present_optimizers
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from areal.api.config_sections import MuonConfig
+from areal.api.sections.optimizer import MuonConfig
 from areal.engine.megatron.optimizer.main_parameters import main_parameters, present_optimizers
 from areal.engine.megatron.weight_mapping import VOCABULARY, LocalParameter
 from areal.engine.model.classifier import VALUE_HEAD

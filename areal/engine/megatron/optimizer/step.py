@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from areal.api.config import OptimizerConfig
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.megatron.optimizer.main_parameters import present_optimizers
 from areal.engine.optimizer import ClippingOptimizer, sum_of_squares
 from areal.engine.torch.muon.updates import MatrixUpdates

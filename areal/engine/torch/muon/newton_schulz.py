@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from areal.api.config import torch_dtype
-from areal.api.config_sections import MuonConfig
+from areal.api.sections.optimizer import MuonConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal.api.config import OptimizerConfig
+from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.optimizer import adamw_settings
 from areal.engine.torch.muon.matrices import Matrices
 from areal.engine.torch.muon.updates import MatrixUpdates, PartsOf

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.api.config_sections import MuonConfig
+from areal.api.sections.optimizer import MuonConfig
 from areal.engine.torch.muon.matrices import WHOLE, Matrices
 from areal.engine.torch.muon.newton_schulz import orthogonalised, update_scale
 from areal.engine.torch.muon.whole_matrices import Matrix, Part, WholeMatrices

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal.api import FinetuneSpec
-from areal.api.config import MegatronConfig
+from areal.api.sections.megatron import MegatronConfig
 from areal.engine.registry import create_engine
 from areal.tests.grid.cell_engine import ZERO_LR, start_cell
 from areal.tests.grid.compare import assert_number, assert_step, assert_tensors

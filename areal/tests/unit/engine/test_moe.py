@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.api import TrainEngineConfig
-from areal.api.config import MoEConfig
+from areal.api.sections.experts import MoEConfig
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.batch_rules import Experts
 from areal.engine.moe.balance_loss import AUX_LOSS, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss

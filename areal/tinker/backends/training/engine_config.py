@@ -11,8 +11,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from areal.api import FSDPConfig, LoRAConfig, MegatronConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.api.config import ActivationCheckpointing, DType, JAXConfig
-from areal.api.config_sections import StrictConfig
+from areal.api.config import ActivationCheckpointing, DType
+from areal.api.sections.jax import JAXConfig
+from areal.api.sections.strict import StrictConfig
 from areal.dispatch import Executor, InProcess
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdapterSpec

@@ -1,0 +1,1 @@
+"""Sections of an engine's configuration: of every engine, and of each one by its name."""
