@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from areal.api import MicroBatchSpec
 from areal.inference import Sampling
 from areal.recipes.config import RunConfig
-from areal.trainer.ppo import Updates
 from areal.trainer.rollout import Plan
+from areal.trainer.updates import Updates
 
 
 class PolicyConfig(RunConfig):
@@ -98,6 +98,10 @@ class PolicyConfig(RunConfig):
         default=None,
         description="Command of a server that the run starts and stops, such as 'vllm serve'; gets model and port.",
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="Train tokens with the experts that computed them on the servers, which return them; of a model with experts.",
+    )
     rollout: dict[str, Any] = Field(default={}, description="Further options of LocalRollout or HTTPRollout.")
 
     @model_validator(mode="after")
@@ -105,6 +109,10 @@ class PolicyConfig(RunConfig):
         if self.servers and self.start_server is not None:
             raise ValueError(
                 f"servers = {list(self.servers)} with start_server = {self.start_server!r}: both generate; leave one of them out"
+            )
+        if self.routing_replay and not self.servers and self.start_server is None:
+            raise ValueError(
+                "routing_replay = True without servers: a replica in this process returns no experts; set servers or start_server"
             )
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
             raise ValueError(
@@ -175,6 +183,8 @@ class DistillConfig(PolicyConfig):
                 raise ValueError(
                     f"{name} = {value}: distillation follows the teacher, and not the reward; leave it out"
                 )
+        if self.routing_replay:
+            raise ValueError("routing_replay = True: the teacher's experts are others; leave it out")
         if self.reward is None and self.held_out:
             raise ValueError(
                 f"held_out = {self.held_out} without reward: an evaluation measures it; set one, or leave held_out out"
@@ -194,3 +204,9 @@ class PPOConfig(PolicyConfig):
     critic_lr: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic.")
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(default=0.95, ge=0, le=1, description="Decay of generalised advantage estimation.")
+
+    @model_validator(mode="after")
+    def _critic_replays_nothing(self) -> PPOConfig:
+        if self.routing_replay:
+            raise ValueError("routing_replay = True with a critic, whose experts are others: leave it out")
+        return self

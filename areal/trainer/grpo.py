@@ -6,8 +6,9 @@ from typing import Unpack
 
 from areal.api import TrainEngine
 from areal.trainer.losses import MismatchCorrection, Objective, grpo_objective
-from areal.trainer.ppo import PPOOptions, PPOTrainer, Sync, Updates
+from areal.trainer.ppo import PPOOptions, PPOTrainer, Sync
 from areal.trainer.rollout.runner import Runner
+from areal.trainer.updates import Updates
 
 
 def grpo_trainer(

@@ -14,15 +14,17 @@ from areal.api import Finished, Metric, Pending, SaveLoadMeta, Stateful, TrainEn
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import Estimator, GroupRelative, Sample, check_estimator, group_tokens
 from areal.trainer.losses import Objective
+from areal.trainer.mismatch import mismatch
 from areal.trainer.monitoring import StepProfile, StepTimer, reduce_metrics, step_metrics
 from areal.trainer.reference import check_reference, check_same_shards, start_reference
 from areal.trainer.rollout.exchange import RolloutExchange, set_runner_state
 from areal.trainer.rollout.plan import Group
-from areal.trainer.rollout.report import RolloutReport, disagreement
+from areal.trainer.rollout.report import RolloutReport
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sampling_check import SamplingCheck
 from areal.trainer.rollout.weights_check import WeightsCheck
 from areal.trainer.trackers import Tracker, Trackers
+from areal.trainer.updates import Updates
 from areal.utils.data.sequences import ROUTED_EXPERTS
 from areal.utils.seeding import mixed
 
@@ -46,50 +48,6 @@ class Critic:
 
     engine: TrainEngine
     objective: Objective
-
-
-@dataclass(frozen=True)
-class Updates:
-    """Optimizer steps per batch of rollouts: ``epochs * minibatches``, each on the next slice of the batch's groups.
-
-    A slice without a trained token on any rank is skipped, and ``actor/empty`` is logged.
-
-    Attributes:
-        epochs: passes over the batch.
-        minibatches: optimizer steps per pass.
-        recompute_logprobs: compute ``old_logprobs`` with the engine before the first step. Otherwise the rollout's log-probs are used. That
-            saves a forward pass, but keeps the rollout's rounding (and staleness) in the ratio, and ``rollout/logprob_error`` is not
-            measured. A correction of the mismatch then needs the log-probs of the update's own forward; see
-            :class:`~areal.trainer.losses.MismatchCorrection`.
-        max_tokens: longest sequence to train on; ``None`` for no limit. Longer ones are left out and counted; their rewards stay in the
-            baseline of their group.
-        mask_truncated: do not train on truncated answers, as DAPO's overlong filtering. Their rewards stay in the baseline of their group.
-        skip_flat: do not train on groups whose rewards are all equal. Their group-relative advantages are 0, but they cost as much compute
-            as other groups. They still count in the reported rewards; a KL penalty does not see them.
-        max_empty_steps: number of steps in a row without a trained token, after which the run ends; ``None`` for no limit.
-        max_error_growth: factor by which ``rollout/logprob_error`` may exceed that of the first batch, at staleness 0, while it grows in
-            three steps in a row; more end the run: the rollout does not generate with the weights that it was sent. ``None`` for no limit.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    epochs: int = 1
-    minibatches: int = 1
-    recompute_logprobs: bool = True
-    max_tokens: int | None = None
-    skip_flat: bool = False
-    mask_truncated: bool = False
-    max_empty_steps: int | None = 10
-    max_error_growth: float | None = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "minibatches", "max_tokens", "max_empty_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Updates.{name} = {value}: it must be at least 1")
-        if self.max_error_growth is not None and not self.max_error_growth > 1:
-            raise ValueError(f"Updates.max_error_growth = {self.max_error_growth}: it must be above 1, or None")
 
 
 class PPOOptions(TypedDict, total=False):
@@ -227,7 +185,7 @@ class PPOTrainer:
         samples = self.score(report.samples, report.untrained)
         # A copy of the rollout's log-probs says nothing about the trainer.
         if self.updates.recompute_logprobs:
-            scalars |= disagreement(samples, self.engine.global_sum)
+            scalars |= mismatch(self.engine, samples, unreplayed=self.updates.unreplayed)
             self._check_rollout_weights(scalars)
         if self._inspect is not None:
             self._inspect(self.step + 1, samples)

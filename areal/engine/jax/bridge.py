@@ -115,7 +115,7 @@ class ForwardCall:
         self._spec, self._wanted, self._state = spec, wanted, state
         self._factors = StackedFactors({}, []) if factors is None else factors
         visibility = Visibility(*(arrays[name] for name in Visibility._fields))
-        stream = Stream(arrays["ids"], visibility, arrays.get("slots"))
+        stream = Stream(arrays["ids"], visibility, arrays.get("slots"), arrays.get("experts"))
         self._inputs = (stream, Rows(*(arrays[name] for name in Rows._fields)))
         self._residuals: Residuals | None = None
         self._like: dict[str, Array] = {}

@@ -39,9 +39,11 @@ from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.hub import max_positions, model_folder, read_config
+from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.options import OPTIMIZER_OPTIONS, TEMPLATE_OPTIONS
 from areal.engine.schedule import SequentialSchedule
+from areal.utils.data.sequences import ROUTED_EXPERTS
 from areal.utils.functional.logprobs import default_keep_bytes
 
 
@@ -110,6 +112,7 @@ class JAXEngine(BaseTrainEngine):
             gradients=ModelGradients(memory.discard_grads),
             vocab_size=hf.config.vocab_size,
             max_positions=max_positions(hf.config),
+            routing=ExpertRouting(config.moe, architecture.routers, ()),
             applied=self._describe(),
             n_parameters=model.n_parameters,
             n_local_parameters=model.n_local,
@@ -136,9 +139,9 @@ class JAXEngine(BaseTrainEngine):
         call = ForwardCall(spec, inputs.wanted, model, placed, factors)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
         values = {name: inputs.result(name, value.to(self.device)) for name, value in rows.items()}
-        best, ids = (values.pop(name, None) for name in ("topk", "topk_ids"))
+        best, ids, experts = (values.pop(name, None) for name in ("topk", "topk_ids", ROUTED_EXPERTS))
         topk = None if best is None or ids is None else TopKOutput(best, ids.long())
-        return TokenOutputs(**values, topk=topk)
+        return TokenOutputs(**values, topk=topk, routed_experts=None if experts is None else experts.long())
 
     def profile(
         self, folder: str | Path, *, memory: bool = True, stacks: bool = False

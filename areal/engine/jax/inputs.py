@@ -17,6 +17,7 @@ from areal.engine.jax.model.attention import BLOCK
 from areal.engine.jax.model.token_outputs import Wanted
 from areal.engine.loss_step import split_outputs
 from areal.engine.stream.layout import layout_of
+from areal.utils.data.sequences import ROUTED_EXPERTS
 
 _OF_WANTED_TOKENS = frozenset({"logprobs", "entropy", "topk", "topk_ids"})
 """Outputs that are 0 at tokens outside of the batch key ``output_mask``."""
@@ -58,6 +59,7 @@ class Sizes:
         slots: adapters, rounded up to a power of two.
         adapters: names of the adapters; of all streams in the largest sizes. Empty for the selected adapter.
         shared: sequences of the stream share prefixes; of any stream in the largest sizes.
+        experts: layers and experts per token of recorded routing; (0, 0) without.
     """
 
     tokens: int
@@ -66,6 +68,7 @@ class Sizes:
     slots: int
     adapters: frozenset[str]
     shared: bool
+    experts: tuple[int, int]
 
     @classmethod
     def largest(cls, sizes: Sequence[Sizes]) -> Sizes:
@@ -77,6 +80,7 @@ class Sizes:
             slots=max(each.slots for each in sizes),
             adapters=frozenset[str]().union(*(each.adapters for each in sizes)),
             shared=any(each.shared for each in sizes),
+            experts=max(each.experts for each in sizes),
         )
 
 
@@ -110,9 +114,11 @@ class StreamInputs:
         else:
             self._packed, self._place = shared.outputs.packed_index.cpu(), shared.outputs.local_index.cpu()
         self._n_results = len(self._packed)
+        # Of a filler, routers decide.
+        self._experts = None if mb.filler else mb.data.get(ROUTED_EXPERTS)
         # The head is the most expensive layer: it leaves out tokens that nobody reads.
         self._mask = None if layout.wanted is None else layout.wanted.cpu()
-        self._only_mask = self._mask is not None and not computed & {"hidden", "values", "logits"}
+        self._only_mask = self._mask is not None and not computed & {"hidden", "values", "logits", ROUTED_EXPERTS}
         if self._only_mask:
             self._packed, self._place = self._packed[self._mask], self._place[self._mask]
 
@@ -123,7 +129,9 @@ class StreamInputs:
         n_stream = self._mb.n_tokens if self._mb.tree is None else len(self._mb.tree)
         n_targets = targets.shape[1] if targets.dim() == 2 else 0
         slots, shared = power_of_two(len(self._names) or 1), self._mb.tree is not None
-        return Sizes(n_stream, len(self._packed), n_targets, slots, frozenset(self._names), shared)
+        _, layers, per_token = (0, 0, 0) if self._experts is None else self._experts.shape
+        names = frozenset(self._names)
+        return Sizes(n_stream, len(self._packed), n_targets, slots, names, shared, (layers, per_token))
 
     def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1, block: int = BLOCK) -> dict[str, np.ndarray]:
         """Return the arrays of the stream, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``.
@@ -150,6 +158,7 @@ class StreamInputs:
             "temperature": _padded(temperature, n_rows, 1.0, dtype),
             # One adapter needs no slots.
             **({"slots": self._slots(length)} if sizes.slots > 1 else {}),
+            **({"experts": self._replayed(length, sizes.experts)} if any(sizes.experts) else {}),
         }
 
     def _slots(self, length: int) -> np.ndarray:
@@ -159,6 +168,15 @@ class StreamInputs:
         names, lengths = zip(*self.adapters.layers, strict=True)
         of_rows = np.repeat([self._names.index(name) for name in names], lengths)
         return _padded(of_rows[:length], length, 0, np.int32)
+
+    def _replayed(self, length: int, shape: tuple[int, int]) -> np.ndarray:
+        """Return the experts that tokens are sent to, ``[length, L, K]``; -1 where the router decides, as of padding."""
+        experts = np.full((length, *shape), -1, np.int32)
+        if self._experts is not None:
+            tree, recorded = self._mb.tree, self._experts.cpu()
+            recorded = recorded if tree is None else recorded[tree.tokens]
+            experts[: len(recorded)] = recorded.numpy()
+        return experts
 
     def result(self, name: str, rows: Tensor) -> Tensor:
         """Return an output of all rows ``[n, ...]`` from the computed ones, which are padded. Differentiable."""
@@ -180,6 +198,8 @@ def empty_stream(other: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     empty |= walk((), None, length, length // len(other["first"]))
     empty["targets"][:] = IGNORE_INDEX
     empty["temperature"][:] = 1.0
+    if "experts" in empty:
+        empty["experts"][:] = -1
     return empty
 
 

@@ -10,7 +10,7 @@ import torch
 
 from areal import inference  # its names are imported when they are first used
 from areal.api import TrainEngine
-from areal.engine.model.hub import read_config
+from areal.engine.model.hub import experts_per_layer, read_config
 from areal.engine.model.media import image_rules, model_factory
 from areal.recipes.generation.started_server import StartedServer
 from areal.recipes.policy_config import PolicyConfig
@@ -36,8 +36,9 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
         ValueError: an option is unknown, or a server is not started as it must be.
     """
     if config.servers or config.start_server is not None:
+        replay = _replay_options(config)
         urls = list(config.servers) or [_start_server(config, engine, closing)]
-        dialect = getattr(inference, _DIALECTS[config.server_kind])()
+        dialect = getattr(inference, _DIALECTS[config.server_kind])(**replay)
         options: dict[str, Any] = {"folder": config.output / "weights", "model": config.model, **config.rollout}
         return closing.enter_context(inference.HTTPRollout(urls, dialect, control=engine.control, **options))
     dtype = getattr(torch, engine.config.dtype)
@@ -46,6 +47,20 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
     options = {"max_context": max_context, **_SIZES, **config.rollout}
     options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
+
+
+def _replay_options(config: PolicyConfig) -> dict[str, Any]:
+    """Return the options of a dialect with which answers have the experts of each token, if the settings ask for them.
+
+    Raises:
+        ValueError: the model has no experts.
+    """
+    if not config.routing_replay:
+        return {}
+    model = read_config(config.model).get_text_config()
+    if not experts_per_layer(model):
+        raise ValueError(f"routing_replay = True, but model = {config.model!r} has no experts: leave it out")
+    return {"routed_experts": True if config.server_kind == "vllm" else model.num_experts_per_tok}
 
 
 def check_pictures(config: PolicyConfig) -> None:
@@ -90,7 +105,9 @@ def _start_server(config: PolicyConfig, engine: TrainEngine, closing: ExitStack)
         if rank_in_world() or config.start_server is None:
             return None
         log = config.output / "server.log"
-        return closing.enter_context(StartedServer(config.start_server, config.model, config.server_kind, log)).url
+        flags = ("--enable-return-routed-experts",) if config.routing_replay else ()
+        server = StartedServer(config.start_server, config.model, config.server_kind, log, flags=flags)
+        return closing.enter_context(server).url
 
     return next(url for url in engine.control.attempt_and_gather(start) if url is not None)
 

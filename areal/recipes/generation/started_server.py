@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -34,20 +35,30 @@ class StartedServer:
         model: directory or hub name.
         kind: ``"vllm"`` or ``"sglang"``.
         log: file of its output.
+        flags: further options, which the run needs.
         start_seconds: time limit until it answers.
 
     Attributes:
         url: its address.
     """
 
-    def __init__(self, command: str, model: str, kind: str, log: Path, *, start_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        command: str,
+        model: str,
+        kind: str,
+        log: Path,
+        *,
+        flags: Sequence[str] = (),
+        start_seconds: float = 600.0,
+    ) -> None:
         self._log, self._start_seconds = log, start_seconds
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         named = ("--model-path", model) if kind == "sglang" else (model,)
-        options = ("--host", "127.0.0.1", "--port", str(port), *_OPTIONS[kind])
+        options = ("--host", "127.0.0.1", "--port", str(port), *_OPTIONS[kind], *flags)
         self._command = [*shlex.split(command), *named, *options]
         self._process: subprocess.Popen[bytes] | None = None
 

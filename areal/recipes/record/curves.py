@@ -20,7 +20,7 @@ PANELS = {
     "tokens of an answer": ("rollout/tokens",),
     "entropy (nats per token)": ("actor/policy/entropy",),
     "gradient norm": ("train/grad_norm", "actor/grad_norm"),
-    "log-prob error of the rollout (nats)": ("rollout/logprob_error",),
+    "log-prob error of the rollout (nats)": ("rollout/logprob_error", "rollout/logprob_error_without_replay"),
     "KL from the reference (nats)": ("actor/kl_ref/k3",),
 }
 """Numbers of each panel, by its title. Panels without a number are left out."""

@@ -30,10 +30,11 @@ from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows
 from areal.tests.harness.rl import EPISODE, Curve, Prompts
 from areal.tests.harness.servers.rollout_http import Process
 from areal.trainer.grpo import grpo_trainer
-from areal.trainer.ppo import Sync, Updates
+from areal.trainer.ppo import Sync
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.trackers import JSONLTracker
+from areal.trainer.updates import Updates
 from areal.weight_sync.disk import DiskTransport
 
 pytestmark = [pytest.mark.timeout(580)]

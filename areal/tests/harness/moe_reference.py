@@ -58,7 +58,11 @@ def moe_reference(
     replay: list[Tensor] | None = None,
     name: str = "by chance",
 ) -> MoEReference:
-    """Compute the step of a cell's global batch. ``name`` selects the replayed routing."""
+    """Compute the step of a cell's global batch. ``name`` selects the replayed routing.
+
+    Balancing losses are those of ``COEFFICIENTS``, or none if the cell has none.
+    """
+    coefficients = COEFFICIENTS if cell.layout.options["moe"] else {}
 
     def compute() -> MoEReference:
         reference, objective = Reference(cell.path, temperature=cell.case.temperature), cell.objective
@@ -66,8 +70,8 @@ def moe_reference(
         lengths = [len(sample["input_ids"]) for sample in batch]
         weight = sum(float(objective.weight_fn(one_sequence(sample))) for sample in batch)
         divisors = {"loss": weight, AUX_LOSS: float(len(batch)), Z_LOSS: float(sum(lengths))}
-        factors = {"loss": 1.0, **COEFFICIENTS}
-        actual = MoEReference(dict.fromkeys(divisors, 0.0), divisors)
+        factors = {"loss": 1.0, **coefficients}
+        actual = MoEReference(dict.fromkeys(factors, 0.0), divisors)
         for i, sample in enumerate(batch):
             with routers(reference, None if replay is None else replay[i]) as seen, float64_everywhere():
                 outputs = reference.outputs(sample)
@@ -87,12 +91,12 @@ def moe_reference(
                     terms[AUX_LOSS] = terms[AUX_LOSS] + logits.shape[1] * (share_of * mean).sum()
                     terms[Z_LOSS] = terms[Z_LOSS] + (logits.exp().sum(-1).log() ** 2).sum()
                 total = sum(
-                    factors[name] * loss_weight * term / (divisors[name] if divide_by is None else divide_by)
-                    for name, term in terms.items()
+                    factor * loss_weight * terms[name] / (divisors[name] if divide_by is None else divide_by)
+                    for name, factor in factors.items()
                 )
                 total.backward()
-            for term_name, term in terms.items():
-                actual.loss[term_name] += factors[term_name] * term.item()
+            for term_name, factor in factors.items():
+                actual.loss[term_name] += factor * terms[term_name].item()
             actual.experts.append(torch.stack([experts for _, experts in seen], 1))
             actual.logprobs.append(outputs.logprobs.detach())
         every = torch.cat(actual.experts)
@@ -100,9 +104,8 @@ def moe_reference(
         actual.gradients = dict(reference.named_gradients())
         return actual
 
-    return cached(
-        "moe", (cell.path, cell.case_name, cell.objective_name, divide_by, loss_weight, name if replay else ""), compute
-    )
+    given = (divide_by, loss_weight, name if replay else "", bool(coefficients))
+    return cached("moe", (cell.path, cell.case_name, cell.objective_name, *given), compute)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.trainer.losses import kl_k1, kl_k3
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.sampling_check import SamplingItems
 from areal.trainer.rollout.sequence import Sequence as RolloutSequence
@@ -225,25 +224,3 @@ class RolloutReport:
         names = sorted({name for stats in all_stats for name in stats})
         sums = {name: [stats[name] for stats in all_stats if name in stats] for name in names}
         return {f"rollout/{name}": sum(t for t, _ in each) / sum(n for _, n in each) for name, each in sums.items()}
-
-
-def disagreement(
-    samples: Sequence[Mapping[str, Tensor]], sum_over_ranks: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
-    """Return the difference of ``old_logprobs`` (trainer) and ``rollout_logprobs`` over the trained tokens of the global batch. Collective.
-
-    Returns:
-        ``rollout/logprob_error``, the mean absolute difference in nats, and ``rollout/logprob_k3``, an estimate of KL(rollout || trainer)
-        (k3; Schulman, "Approximating KL Divergence", 2020). Empty if no rank has a trained token.
-    """
-    # Sums on the CPU in float64; one collective for all three.
-    sums = torch.zeros(3, dtype=torch.float64)
-    for sample in samples:
-        mask, old, rollout = (sample[key].double().cpu() for key in ("loss_mask", "old_logprobs", "rollout_logprobs"))
-        error, k3 = kl_k1(old, rollout, mask).abs(), kl_k3(rollout, old, mask)
-        sums += torch.stack([error.sum(), k3.sum(), mask.count_nonzero()])
-    *totals, tokens = sum_over_ranks(sums).tolist()
-    if not tokens:
-        return {}
-    names = ("rollout/logprob_error", "rollout/logprob_k3")
-    return {name: total / tokens for name, total in zip(names, totals, strict=True)}

@@ -14,6 +14,7 @@ import torch
 from jax import Array
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from areal.engine.batch_rules import Experts
 from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT, value_bias
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -111,6 +112,12 @@ class Architecture:
     def head(self) -> str:
         """Name of the output head's weight."""
         return EMBEDDING if self.tied else HEAD
+
+    @property
+    def routers(self) -> Experts:
+        """What the routers choose from."""
+        experts = self.experts
+        return Experts() if experts is None else Experts(self.n_layers, experts.n_experts, experts.per_token)
 
 
 @dataclass(frozen=True)

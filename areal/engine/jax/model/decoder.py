@@ -30,25 +30,40 @@ _PROJECTION = "projection"
 
 
 class Stream(NamedTuple):
-    """The tokens of ``D`` streams: ``ids`` int32 ``[D, T]``, which of them see which, and the slot of each token's adapter.
+    """The tokens of ``D`` streams.
 
-    ``slots`` is int32 ``[D, T]``, or ``None`` if all tokens have the same adapter, or none.
+    Attributes:
+        ids: int32 ``[D, T]``.
+        visibility: which tokens see which.
+        slots: int32 ``[D, T]``. Slot of each token's adapter; ``None`` if all tokens have the same adapter, or none.
+        experts: int32 ``[D, T, L, K]``. Experts that tokens are sent to in each layer, or -1 where the router decides; ``None`` if it
+            decides for all.
     """
 
     ids: Array
     visibility: Visibility
     slots: Array | None = None
+    experts: Array | None = None
 
 
-def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
-    """Return the last hidden states ``[D, T, H]``, before the last norm."""
+class _LayerRow(NamedTuple):
+    """What differs between layers: weights, the window of attention, and recorded experts ``[D, T, K]``."""
+
+    weights: Mapping[str, Array]
+    window: Array
+    experts: Array | None
+
+
+def decode(spec: ModelSpec, params: Params, stream: Stream, *, record: bool = False) -> tuple[Array, Array | None]:
+    """Return the last hidden states ``[D, T, H]``, before the last norm, and with ``record`` the experts of all tokens, ``[D, T, L, K]``."""
     arch, dtype = spec.arch, jnp.dtype(spec.numbers.compute)
     embedding = params[EMBEDDING]
     hidden = lookup(stream.ids, embedding, arch.pad_token_id, spec.use(EMBEDDING, embedding.shape))
     rotate = _rotation(arch, stream.visibility.positions, dtype)
 
-    def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
-        return _layer(spec, row[0], hidden, stream, rotate, row[1]), None
+    def layer(hidden: Array, row: _LayerRow) -> tuple[Array, Array | None]:
+        hidden, chosen = _layer(spec, row, hidden, stream, rotate)
+        return hidden, chosen if record else None
 
     body: Any = layer
     if spec.recompute:
@@ -57,8 +72,10 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
         # Elementwise functions are computed again: on a CPU, new memory for their results takes longer.
         keep = jax.checkpoint_policies.save_only_these_names(_PROJECTION, ATTENTION)
         body = jax.checkpoint(layer, prevent_cse=False, policy=keep)
-    rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
-    return lax.scan(body, spec.spread(hidden, "cp"), rows)[0]
+    experts = None if stream.experts is None else jnp.moveaxis(stream.experts, 2, 0)
+    rows = _LayerRow(layer_arrays(params), jnp.asarray(arch.windows, jnp.int32), experts)
+    hidden, chosen = lax.scan(body, spec.spread(hidden, "cp"), rows)
+    return hidden, None if chosen is None else jnp.moveaxis(chosen, 0, 2)
 
 
 def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
@@ -71,14 +88,14 @@ def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
 
 
 def _layer(
-    spec: ModelSpec,
-    weights: Mapping[str, Array],
-    hidden: Array,
-    stream: Stream,
-    rotate: Callable[[Array], Array],
-    window: Array,
-) -> Array:
-    """Compute one layer: attention and feed-forward network, each on normalized states, each added to its input."""
+    spec: ModelSpec, row: _LayerRow, hidden: Array, stream: Stream, rotate: Callable[[Array], Array]
+) -> tuple[Array, Array | None]:
+    """Compute one layer: attention and feed-forward network, each on normalized states, each added to its input.
+
+    Returns:
+        The states, and the experts that tokens were sent to, ``[D, T, K]``, or ``None`` for a dense layer.
+    """
+    weights = row.weights
     project = functools.partial(_project, spec, weights, stream.slots)
     normed = functools.partial(_normed, spec, weights)
     heads, groups = spec.arch.n_kv_heads, spec.arch.n_heads // spec.arch.n_kv_heads
@@ -88,14 +105,15 @@ def _layer(
     q, k, v = (project(f"self_attn.{name}_proj", x).reshape(shape) for name in "qkv")
     q, k = (rotate(normed(f"self_attn.{name}_norm", each)) for name, each in (("q", q), ("k", k)))
     q = q.reshape(*q.shape[:2], heads, groups, -1)
-    out = _attend(spec, q, k, v, stream.visibility, window)
+    out = _attend(spec, q, k, v, stream.visibility, row.window)
     hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)), "cp")
 
     x = normed("post_attention_layernorm", hidden)
     if spec.arch.experts is not None:
-        return spec.spread(hidden + routed_feed_forward(spec, spec.arch.experts, weights, x), "cp")
+        out, chosen = routed_feed_forward(spec, spec.arch.experts, weights, x, row.experts)
+        return spec.spread(hidden + out, "cp"), chosen
     x = jax.nn.silu(project("mlp.gate_proj", x)) * project("mlp.up_proj", x)
-    return spec.spread(hidden + project("mlp.down_proj", x), "cp")
+    return spec.spread(hidden + project("mlp.down_proj", x), "cp"), None
 
 
 def _project(spec: ModelSpec, weights: Mapping[str, Array], slots: Array | None, name: str, x: Array) -> Array:

@@ -23,13 +23,28 @@ _ROWS = 64
 """Rows of one expert that are computed together on a CPU."""
 
 
-def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[str, Array], x: Array) -> Array:
-    """Return the sum of the chosen experts' outputs ``[D, T, H]``, weighted by the router's probabilities."""
+def routed_feed_forward(
+    spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[str, Array], x: Array, replayed: Array | None
+) -> tuple[Array, Array]:
+    """Send tokens to experts.
+
+    Args:
+        spec, sizes, weights: the layer.
+        x: ``[D, T, H]``.
+        replayed: int32 ``[D, T, K]``. Experts of each token, or -1 where the router decides; ``None`` if it decides for all.
+
+    Returns:
+        The sum of the chosen experts' outputs ``[D, T, H]``, weighted by the router's probabilities, and the experts ``[D, T, K]``.
+    """
     router, gate_up, down = (
         weights[f"mlp.{name}"] for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
     )
     logits = linear(x, router, spec.use(f"{LAYER}mlp.gate.weight", router.shape))
-    scores, chosen = lax.top_k(jax.nn.softmax(logits.astype(spec.numbers.stats)), sizes.per_token)
+    probabilities = jax.nn.softmax(logits.astype(spec.numbers.stats))
+    scores, chosen = lax.top_k(probabilities, sizes.per_token)
+    if replayed is not None:
+        chosen = jnp.where(replayed < 0, chosen, replayed)
+        scores = jnp.take_along_axis(probabilities, chosen, -1)
     if sizes.normalized:
         scores /= scores.sum(-1, keepdims=True)
     axes = expert_axes(spec.mesh, sizes.n_experts)
@@ -51,7 +66,7 @@ def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[st
         out_specs=streams,
         check_vma=False,
     )
-    return _keeping_own_tokens(spec, run)(x, chosen, scores.astype(x.dtype), gate_up, down)
+    return _keeping_own_tokens(spec, run)(x, chosen, scores.astype(x.dtype), gate_up, down), chosen
 
 
 def _keeping_own_tokens(spec: ModelSpec, run: Callable[..., Array]) -> Callable[..., Array]:

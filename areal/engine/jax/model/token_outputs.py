@@ -20,6 +20,7 @@ from areal.engine.jax.model.decoder import Stream, decode, norm
 from areal.engine.jax.model.products import Product, WeightUse, gathered_linear, linear
 from areal.engine.jax.model.spec import ModelSpec, Params
 from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT
+from areal.utils.data.sequences import ROUTED_EXPERTS
 
 _CHUNK = 512
 """Most rows whose logits are computed at a time."""
@@ -59,11 +60,13 @@ _Chunk = tuple[Array, Array, Array, Array | None]
 
 def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
     """Run the model. Returns the outputs by name, each ``[D, R, ...]``; of top-k, ``topk`` are log-probs and ``topk_ids`` tokens."""
-    hidden = decode(spec, params, stream)
+    hidden, experts = decode(spec, params, stream, record=ROUTED_EXPERTS in wanted.names)
     hidden = spec.spread(jnp.take_along_axis(hidden, rows.places[..., None], 1), "cp")
     hidden = norm(spec, hidden, NORM, params[NORM])
     slots = None if stream.slots is None else jnp.take_along_axis(stream.slots, rows.places, 1)
     out: Outputs = {}
+    if experts is not None:
+        out[ROUTED_EXPERTS] = jnp.take_along_axis(experts, rows.places[..., None, None], 1)
     if "hidden" in wanted.names:
         out["hidden"] = hidden
     if "values" in wanted.names:

@@ -31,9 +31,10 @@ from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import CriticBased
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import ppo_objective, value_objective
-from areal.trainer.ppo import Critic, PPOTrainer, Updates
+from areal.trainer.ppo import Critic, PPOTrainer
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
+from areal.trainer.updates import Updates
 from areal.utils.offload import storage_bytes
 
 OPTIMIZER = OptimizerConfig(lr=8e-3, gradient_clipping=1.0, eps=1e-6)

@@ -28,10 +28,11 @@ from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import CriticBased
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import ppo_objective, value_objective
-from areal.trainer.ppo import Critic, PPOTrainer, Updates
+from areal.trainer.ppo import Critic, PPOTrainer
 from areal.trainer.preference import Pair, dpo_trainer
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.supervised import sft_trainer
+from areal.trainer.updates import Updates
 from areal.utils.data import sharded_loader
 
 OPTIMIZER = OptimizerConfig(lr=8e-3, gradient_clipping=1.0, eps=1e-6)

@@ -51,10 +51,18 @@ LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
 }
 
 
+JAX_LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
+    1: (("jax:d1", ""),),
+    2: (("jax:d2", ""), ("jax:c2", ""), ("jax:e2", ""), ("jax:t2", "")),
+    4: (("jax:d2e2", ""),),
+}
+"""Layouts of the engine that has no balancing losses."""
+
+
 def layout(backend: str, how: str = "", *, moe: dict[str, Any] = MOE) -> Layout:
-    """Return a layout of an engine that balances its experts."""
+    """Return a layout of an engine that balances its experts, if it can."""
     engine = ParallelDims.parse(backend).backend
-    options: dict[str, Any] = {"moe": moe}
+    options: dict[str, Any] = {"moe": {} if engine == "jax" else moe}
     if how:
         options[engine] = {"attention": how} if how == "rows" else {"context_parallel": how}
     return Layout(backend, how, options, changes=CHANGES["four" if "v2" in backend else "two"])
@@ -63,11 +71,13 @@ def layout(backend: str, how: str = "", *, moe: dict[str, Any] = MOE) -> Layout:
 CHANGES: dict[str, dict[str, Any]] = {"two": {}, "four": {"num_hidden_layers": 4}}
 
 
-def cells(cuts: dict[str, tuple[str, str, str]], *sizes: int) -> list[Any]:
+def cells(
+    cuts: dict[str, tuple[str, str, str]], *sizes: int, layouts: dict[int, tuple[tuple[str, str], ...]] = LAYOUTS
+) -> list[Any]:
     """Return every layout of these world sizes with the splits in turn, marked with its world; one rank gets all splits."""
     params, turn = [], cycle(cuts)
     for size in sizes:
-        for backend, how in LAYOUTS[size]:
+        for backend, how in layouts[size]:
             for name in cuts if size == 1 else [next(turn)]:
                 case, cut, options = cuts[name]
                 cell = Cell(layout(backend, how), "qwen3_moe", "nll", case, cut, options)
@@ -156,10 +166,11 @@ def test_custom_loop_omits_balancing_terms(backend: str) -> None:
 
 # ---- replay and recording
 
+CUT = {"cut": ("ragged", "tokens24", "plain")}
+REPLAY = {**CUT, "again": ("starved", "mbs3", "recompute")}
 
-@pytest.mark.parametrize(
-    "cell", cells({"cut": ("ragged", "tokens24", "plain"), "again": ("starved", "mbs3", "recompute")}, 1, 2, 4)
-)
+
+@pytest.mark.parametrize("cell", [*cells(REPLAY, 1, 2, 4), *cells(REPLAY, 1, 2, 4, layouts=JAX_LAYOUTS)])
 def test_recorded_routing_is_replayed(cell: Cell) -> None:
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
     layers = cell.layout.changes.get("num_hidden_layers", 2)
@@ -175,7 +186,7 @@ def test_recorded_routing_is_replayed(cell: Cell) -> None:
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
 
 
-@pytest.mark.parametrize("cell", cells({"cut": ("ragged", "tokens24", "plain")}, 1, 2))
+@pytest.mark.parametrize("cell", [*cells(CUT, 1, 2), *cells(CUT, 1, 2, layouts=JAX_LAYOUTS)])
 def test_tokens_without_a_record_go_where_the_router_decides(cell: Cell) -> None:
     """Every third token, and the last one of each sequence, as servers leave it out."""
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
@@ -189,7 +200,7 @@ def test_tokens_without_a_record_go_where_the_router_decides(cell: Cell) -> None
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
+@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1", "jax:d1"])
 def test_experts_of_an_answer_are_replayed(backend: str) -> None:
     """A server returns those of all tokens but the last; with its own experts, an engine has the log-probs of a run without replay."""
     prompt, tokens = [5, 6, 7, 8], (9, 10, 11)
@@ -209,7 +220,9 @@ def test_experts_of_an_answer_are_replayed(backend: str) -> None:
     assert torch.allclose(again["logprobs"][0], own["logprobs"][0], atol=1e-6)
 
 
-@pytest.mark.parametrize("cell", [p for p in cells({"cut": ("ragged", "tokens24", "plain")}, 1, 2) if "p2" not in p.id])
+@pytest.mark.parametrize(
+    "cell", [p for p in [*cells(CUT, 1, 2), *cells(CUT, 1, 2, layouts=JAX_LAYOUTS)] if "p2" not in p.id]
+)
 def test_routing_is_recorded(cell: Cell) -> None:
     with start_cell(cell) as run:
         lengths = [cell.case.lengths[i] for i in run.local_indices]
@@ -229,6 +242,8 @@ SHARING = [
     ("fsdp:p2", ""),
     ("megatron:d1", ""),
     ("megatron:t2", ""),
+    ("jax:d1", ""),
+    ("jax:c2", ""),
 ]
 
 
@@ -250,7 +265,8 @@ def test_shared_prefix_counts_per_sequence_in_routers(backend: str, how: str) ->
         step = run.engine.forward_backward(run.batch(), *call)
         assert_terms(step, expected)
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
-        assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
+        if "jax" not in backend:
+            assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
         run.engine.zero_grad()
 
         batch = with_replay(run, experts)
@@ -324,7 +340,7 @@ WRONG = {
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp", "megatron", "jax"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_invalid_replay_raises_on_every_rank(engine: str, wrong: str) -> None:
     change, message = WRONG[wrong]

@@ -15,14 +15,14 @@ from areal.recipes import grpo
 from areal.recipes.generation.started_server import StartedServer
 from areal.tests.dist.recipes.policy_runs import SMALL, curve
 from areal.tests.harness import tiny
-from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows
+from areal.tests.harness.recipes.recipe_data import recipe_model, recipe_model_with_experts, reward, rows
 
 COMMAND = f"{sys.executable} -m areal.tests.harness.recipes.stand_in_server"
 
 
 def run(output: Path, **changes: Any) -> Any:
-    settings = {**SMALL, "groups": 2, "eval_every": 2, **changes}
-    return grpo(recipe_model(), rows(8), reward, evaluation=rows(4, 1), output=output, **settings)
+    settings = {"model": recipe_model(), **SMALL, "groups": 2, "eval_every": 2, **changes}
+    return grpo(settings.pop("model"), rows(8), reward, evaluation=rows(4, 1), output=output, **settings)
 
 
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2"))
@@ -43,6 +43,26 @@ def test_run_with_a_server_that_runs(backend: str, tmp_path: Path) -> None:
         run(tmp_path / "run", backend=backend, servers=[server.url]).train()
         assert not is_closed(server.url)
     assert len(curve(tmp_path / "run", ("rollout/reward",))["rollout/reward"]) == 3
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1", "fsdp:d2", "megatron:d1", "jax:d1"))
+def test_experts_of_the_servers_are_replayed(backend: str, tmp_path: Path) -> None:
+    """The servers send tokens to experts that the trainer's routers do not choose."""
+    shifting = {"backend": backend, "model": recipe_model_with_experts(), "start_server": f"{COMMAND} --shift-experts"}
+    run(tmp_path, **shifting, routing_replay=True, steps=2).train()
+    names = ("rollout/logprob_error", "rollout/logprob_error_without_replay")
+    replayed, without = (max(its) for its in curve(tmp_path, names).values())
+    assert replayed < 1e-5, "the trainer computes what the servers did"
+    assert without > 1e-3, "its routers choose others"
+
+
+def test_replay_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    for why, changes in {
+        "has no experts": {"start_server": COMMAND},
+        "a replica in this process returns no experts": {"model": recipe_model_with_experts()},
+    }.items():
+        with pytest.raises(ValueError, match=f"routing_replay = True.*{why}"):
+            run(tmp_path, routing_replay=True, **changes).build()
 
 
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))

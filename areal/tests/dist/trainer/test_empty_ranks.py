@@ -22,12 +22,13 @@ from areal.tests.harness.tiny import gradients_of, same_bits, weights_of
 from areal.tests.harness.world import world
 from areal.trainer.estimators import CriticBased, Estimator, GroupRelative
 from areal.trainer.losses import grpo_objective, ppo_objective, sft_objective, value_objective
-from areal.trainer.ppo import Critic, PPOTrainer, Sync, Updates
+from areal.trainer.ppo import Critic, PPOTrainer, Sync
 from areal.trainer.preference import Pair, dpo_trainer, reward_trainer
 from areal.trainer.rollout.episodes import Episode, SingleTurn
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.sequence import Sequence
 from areal.trainer.supervised import SupervisedTrainer, sft_trainer
+from areal.trainer.updates import Updates
 from areal.utils.data import sharded_loader
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, gradient_clipping=1.0, eps=1e-6)

@@ -21,9 +21,9 @@ from areal.trainer.losses import (
     grpo_objective,
     policy_objective,
 )
-from areal.trainer.ppo import Updates
 from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Plan
+from areal.trainer.updates import Updates
 
 OPTIMIZER = OptimizerConfig(lr=8e-3, gradient_clipping=1.0, eps=1e-6)
 STALE = Plan(groups=4, group_size=4, max_staleness=1, seed=3)

@@ -30,11 +30,12 @@ from areal.tests.harness.world import record, world
 from areal.tests.unit.rollout.runs import ITEMS, Client, episode, tokens
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.grpo import grpo_trainer
-from areal.trainer.ppo import Sync, Updates
+from areal.trainer.ppo import Sync
 from areal.trainer.rollout.exchange import RolloutExchange, set_runner_state
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sequence import Sequence
+from areal.trainer.updates import Updates
 from areal.utils.distributed import init_default_group
 
 Players = Callable[[int, int], bool]

@@ -17,8 +17,9 @@ from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import CriticBased
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import ppo_objective, value_objective
-from areal.trainer.ppo import Critic, PPOTrainer, Updates
+from areal.trainer.ppo import Critic, PPOTrainer
 from areal.trainer.rollout.plan import Plan
+from areal.trainer.updates import Updates
 
 
 def policy(backend: str, **changes: Any) -> Any:

@@ -17,10 +17,10 @@ from areal.tests.harness.servers.rollout_http import Process
 from areal.tests.harness.tiny import started
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import grpo_objective
-from areal.trainer.ppo import Updates
 from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
+from areal.trainer.updates import Updates
 
 PLAN = Plan(groups=2, group_size=3, seed=1)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from areal.tests.harness.recipes.character_tokenizer import character_tokenizer
 from areal.tests.harness.tiny import writing
@@ -43,6 +43,36 @@ def recipe_model(context: int = 256) -> str:
         if not path.exists():
             partial = path.with_suffix(".partial")
             save_model(partial, num_key_value_heads=2, max_position_embeddings=context)
+            partial.rename(path)
+    return str(path)
+
+
+def recipe_model_with_experts() -> str:
+    """Return the directory of a Qwen3 of two layers with four experts, with a chat template."""
+    path = Path(world().cache) / "recipe-model-experts"
+    with locked(path):
+        if not path.exists():
+            words = character_tokenizer()
+            torch.manual_seed(0)
+            config = Qwen3MoeConfig(
+                vocab_size=len(words),
+                hidden_size=32,
+                moe_intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                num_experts=4,
+                num_experts_per_tok=2,
+                norm_topk_prob=True,
+                max_position_embeddings=256,
+                bos_token_id=words.bos_token_id,
+                eos_token_id=words.eos_token_id,
+            )
+            partial = path.with_suffix(".partial")
+            with writing():
+                Qwen3MoeForCausalLM(config).save_pretrained(partial)
+                words.save_pretrained(partial)
             partial.rename(path)
     return str(path)
 

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from areal.tests.harness.servers.experts import routing
+
 
 class Drawing(BaseModel):
     """One generation request, from either kind of route.
@@ -42,6 +44,7 @@ class Drawn:
     Attributes:
         plain: for each token, log-probs ``[V]`` after temperature.
         drawn: those of the distribution that it was drawn from.
+        experts: those of each token before the last, ``[L, K]``; empty for a model without experts.
         matched: token or string at which it stopped.
         queued: aborted while it waited for the end of a pause.
     """
@@ -51,6 +54,7 @@ class Drawn:
     labels: list[str] = field(default_factory=list)
     plain: list[Tensor] = field(default_factory=list)
     drawn: list[Tensor] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
     finish: str = "length"
     matched: int | str | None = None
     queued: bool = False
@@ -78,9 +82,21 @@ def merged(model: PreTrainedModel, tensors: dict[str, Tensor], config: dict[str,
 
 
 @torch.no_grad()
-def one(model: PreTrainedModel, text: list[int], asked: Drawing, generator: torch.Generator, drawn: Drawn) -> None:
+def one(
+    model: PreTrainedModel,
+    text: list[int],
+    asked: Drawing,
+    generator: torch.Generator,
+    drawn: Drawn,
+    *,
+    shifted_experts: bool,
+) -> None:
     """Draw one token. With weights that are not finite, token 0 has the log-prob NaN."""
-    logits: Tensor = model(torch.tensor([text]), use_cache=False).logits[0, -1].float()
+    with routing(model, shifted=shifted_experts) as chosen:
+        logits: Tensor = model(torch.tensor([text]), use_cache=False).logits[0, -1].float()
+    if chosen:
+        # A server with a cache computes each token once.
+        drawn.experts += torch.stack(chosen, 1)[len(drawn.experts) :]
     raw = logits.log_softmax(-1)
     greedy = asked.temperature == 0
     plain = raw if greedy else (logits / asked.temperature).log_softmax(-1)

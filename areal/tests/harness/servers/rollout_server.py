@@ -146,10 +146,10 @@ class Server(ThreadingHTTPServer):
         """Ignore clients that disconnect."""
 
 
-def serve(model: str, port: int, modern: bool, ports: Connection | None = None) -> None:
-    """Serve for ever. Sends the port, or prints it."""
+def serve(model: str, port: int, modern: bool, ports: Connection | None = None, **options: bool) -> None:
+    """Serve for ever. Sends the port, or prints it. ``options`` are those of the :class:`State`."""
     torch.set_num_threads(1)
-    Handler.state = State(model, modern=modern)
+    Handler.state = State(model, modern=modern, **options)
     server = Server(("127.0.0.1", port), Handler)
     if ports is None:
         print(server.server_address[1], flush=True)

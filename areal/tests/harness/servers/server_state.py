@@ -47,11 +47,15 @@ class State:
         order: routes of the POST requests, in order.
         modern: behaves as a current vLLM. A failed load then leaves no weights, and the next forward ends the process.
         without: routes that a modern server lacks.
+        routed_experts, shifted_experts: answers have the experts of each token; they are those after the router's choice.
         paused, kept, retracted: paused; the pause keeps what is running; and has put it back into the queue.
     """
 
-    def __init__(self, path: str, *, modern: bool = False) -> None:
+    def __init__(
+        self, path: str, *, modern: bool = False, routed_experts: bool = False, shifted_experts: bool = False
+    ) -> None:
         self.path, self.starts_modern = path, modern
+        self.routed_experts, self.shifted_experts = routed_experts, shifted_experts
         self.changed = threading.Condition()
         self.forward = threading.Lock()
         self.calls: Counter[str] = Counter()
@@ -180,7 +184,8 @@ class State:
                 text = [*asked.prompt, *drawn.tokens]
                 if asked.by_position:
                     generator.manual_seed((asked.seed * 1000003 + len(text)) % 2**63)
-                one(self.model if adapter is None else self._with(adapter), text, asked, generator, drawn)
+                model = self.model if adapter is None else self._with(adapter)
+                one(model, text, asked, generator, drawn, shifted_experts=self.shifted_experts)
                 drawn.labels.append(self.label)
                 self.drawn += 1
             # As the servers: in the text of this request.
@@ -293,6 +298,9 @@ class State:
                 "Repo id must be in the form 'repo_name' or 'namespace/repo_name': '<path>'. Use `repo_type` argument if needed."
             )
         tensors = {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+        # In memory, transformers stacks the experts that files have one by one.
+        if any(".experts." in name for name in tensors):
+            return load(str(folder))
         model = copy.deepcopy(self.model)
         own = dict(model.named_parameters())
         for name, tensor in tensors.items():

@@ -12,9 +12,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from areal.tests.harness.servers.experts import npy
 from areal.tests.harness.servers.generation import Drawing, Drawn
 from areal.tests.harness.servers.server_state import Dead, LoadError, State
 from areal.tests.harness.servers.vllm_bodies import Completion, Generate, SamplingParams, Tokenize
@@ -104,6 +106,7 @@ class VLLMRoutes:
             "max_model_len": state.context,
             "dtype": "torch.float32",
             "max_logprobs": 20,
+            "enable_return_routed_experts": state.routed_experts,
         }
         return {"vllm_config": {"model_config": config}}
 
@@ -166,7 +169,7 @@ class VLLMRoutes:
             "token_ids": drawn.tokens,
             "prompt_logprobs": None,
             "prompt_token_ids": asked.prompt,
-            "routed_experts": None,
+            "routed_experts": self._experts(drawn),
         }
         return {
             "id": f"cmpl-{asked.request_id}",
@@ -213,7 +216,7 @@ class VLLMRoutes:
             "finish_reason": drawn.finish,
             "stop_reason": drawn.matched,
             "token_ids": drawn.tokens,
-            "routed_experts": None,
+            "routed_experts": self._experts(drawn),
             "sampling_mask": None,
             "weight_versions": _runs(drawn),
             "logprobs": {"content": entries},
@@ -248,6 +251,9 @@ class VLLMRoutes:
                 f"(parameter=stop_token_ids, value={outside})"
             )
             raise Refused(400, message, param="stop_token_ids")
+
+    def _experts(self, drawn: Drawn) -> str | None:
+        return npy(torch.stack(drawn.experts)) if self.state.routed_experts and drawn.experts else None
 
     def _draw(self, name: str, prompt: list[int], asked: Completion | SamplingParams, model: str | None) -> Drawn:
         drawing = Drawing(

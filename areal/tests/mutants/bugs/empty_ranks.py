@@ -133,10 +133,10 @@ def minibatch_skipped_by_one_rank(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.trainer.rollout.report:disagreement", SKIPPED.format("w2-recomputed"))
+@mutant("areal.trainer.mismatch:mismatch", SKIPPED.format("w2-recomputed"))
 def unmeasured_disagreement_is_zero(right: Function) -> Function:
     """A batch without a trained token reports a disagreement of exactly 0 between trainer and rollout."""
-    return lambda *args: {"rollout/logprob_error": 0.0, "rollout/logprob_k3": 0.0} | right(*args)
+    return lambda *args, **options: {"rollout/logprob_error": 0.0, "rollout/logprob_k3": 0.0} | right(*args, **options)
 
 
 @mutant("areal.trainer.advantages.normalize:normalize", TRAINED.format("too long"))

@@ -160,3 +160,34 @@ def balanced_by_ranks_own_tokens(right: Function) -> Function:
         return torch.cat([x] * copies)[: self.mb.n_tokens]
 
     return wrong
+
+
+@mutant(
+    "areal.engine.jax.inputs:StreamInputs._replayed",
+    "dist/parallel/test_moe_layouts.py::test_shared_prefix_counts_per_sequence_in_routers[jax:d1-]",
+)
+def experts_of_packed_tokens_in_a_tree(right: Function) -> Function:
+    """With shared prefixes, the tokens of the tree get the experts of the packed tokens at their places."""
+
+    def wrong(self: Any, length: int, shape: Any) -> Any:
+        out = right(self, length, shape)
+        if self._mb.tree is not None:
+            n = len(self._mb.tree)
+            out[:n] = self._experts[:n].numpy()
+        return out
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.mismatch:mismatch",
+    "dist/recipes/test_server_recipes.py::test_experts_of_the_servers_are_replayed[fsdp:d1]",
+)
+def mismatch_without_replay_with_replay(right: Function) -> Function:
+    """The log-probs that are to be without replay are those with it."""
+
+    def wrong(engine: Any, samples: Any, **options: Any) -> Any:
+        scalars = right(engine, samples, **options)
+        return scalars | {f"{name}_without_replay": value for name, value in scalars.items()}
+
+    return wrong

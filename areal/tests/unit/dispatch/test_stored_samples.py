@@ -22,8 +22,9 @@ from areal.tests.unit.dispatch import simulated as module
 from areal.tests.unit.dispatch.simulated import SimulatedRay, WorkingRank, simulated, simulated_ray
 from areal.trainer.estimators import CriticBased
 from areal.trainer.losses import ppo_objective, value_objective
-from areal.trainer.ppo import Critic, PPOTrainer, Updates
+from areal.trainer.ppo import Critic, PPOTrainer
 from areal.trainer.rollout.plan import Plan
+from areal.trainer.updates import Updates
 
 __all__ = ["simulated_ray"]
 

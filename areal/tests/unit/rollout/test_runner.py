@@ -5,6 +5,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from areal.inference.protocol import Completion
 from areal.tests.harness.limits import wait_until
 from areal.tests.unit.rollout.runs import ITEMS, Client, batches, episode, running, tokens
+from areal.trainer.mismatch import mismatch
 from areal.trainer.rollout.exchange import set_runner_state
 from areal.trainer.rollout.plan import Group, Plan
-from areal.trainer.rollout.report import RolloutReport, disagreement
+from areal.trainer.rollout.report import RolloutReport
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sequence import Sequence
 from areal.utils.data import Segment
@@ -382,8 +384,9 @@ def test_disagreement_covers_policy_tokens_only() -> None:
             "rollout_logprobs": torch.tensor([0.0, -1.5, -1.0, 0.0]),
         }
     ]
-    actual = disagreement(samples, lambda x: x)
+    engine: Any = SimpleNamespace(global_sum=lambda x: x)
+    actual = mismatch(engine, samples)
     assert actual["rollout/logprob_error"] == pytest.approx(0.75)
     k3 = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1) - 1 + 1)) / 2
     assert actual["rollout/logprob_k3"] == pytest.approx(k3)
-    assert disagreement([], lambda x: x) == {}, "what was not measured is absent"
+    assert mismatch(engine, []) == {}, "what was not measured is absent"
