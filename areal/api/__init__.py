@@ -31,6 +31,7 @@ from areal.api.sections.lora import LoRAConfig
 from areal.api.sections.megatron import MegatronConfig
 from areal.api.sections.microbatch import MicroBatchSpec
 from areal.api.sections.optimizer import MuonConfig, OptimizerConfig
+from areal.api.sections.quantization import QuantizationConfig
 from areal.api.step_settings import ParamGroup, StepSettings
 from areal.api.weights import (
     LocalTensor,
@@ -84,6 +85,7 @@ __all__ = [
     "Pending",
     "PrefixTree",
     "ProcessOutputFn",
+    "QuantizationConfig",
     "Reduction",
     "SaveLoadMeta",
     "SelectName",

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, PositiveInt, field_validator
 
 from areal.api.sections.backend import NARROW_MOMENTS_OF_ADAPTERS, BackendConfig
+from areal.api.sections.quantization import QuantizationConfig
 
 if TYPE_CHECKING:
     from areal.api.config import TrainEngineConfig
@@ -55,6 +56,9 @@ class FSDPConfig(BackendConfig):
         default="torch",
         description="Kernels of norms, SwiGLU and rotary embeddings: torch's, or Liger's, which need CUDA and the extra `liger`.",
     )
+    quantization: QuantizationConfig | None = Field(
+        default=None, description="Train with the rounding of servers; None does not round."
+    )
     compile: bool = Field(default=False, description="Compile each layer with torch.compile, once for all lengths.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile, by name.")
 
@@ -79,6 +83,8 @@ class FSDPConfig(BackendConfig):
                 f"fsdp.checkpointed_share = {self.checkpointed_share} with activation_checkpointing = 'none': choose 'full' or "
                 "'selective', or leave it out"
             )
+        if self.quantization is not None:
+            self._check_quantization(config)
         # Adapters have float32 moments, replicated over ranks: only the frozen model is sharded by the engine.
         narrow, optimizer = self.optimizer_state_dtype == "bfloat16", config.optimizer
         if narrow and config.lora is not None:
@@ -91,4 +97,12 @@ class FSDPConfig(BackendConfig):
         if config.grad_sync == "micro_batch" and config.lora is not None:
             raise ValueError(
                 "grad_sync = 'micro_batch' with lora: gradients of adapters are reduced once per optimizer step; leave it out"
+            )
+
+    def _check_quantization(self, config: TrainEngineConfig) -> None:
+        # Scales would be those of a shard of a weight, and graphs of compiled layers do not see the rounding of inputs.
+        other = f"backend = {config.backend!r}" if config.dims.tp > 1 else "fsdp.compile = True" if self.compile else ""
+        if other:
+            raise ValueError(
+                f"fsdp.quantization with {other}: rounding needs whole weights in eager layers; leave one out"
             )

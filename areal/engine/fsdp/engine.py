@@ -57,6 +57,7 @@ from areal.engine.torch.muon.matrices import matrices_of
 from areal.engine.torch.muon.optimizer import Muon
 from areal.engine.torch.offload import ShardedOffload
 from areal.engine.torch.pipeline_split import plan_pipeline_split
+from areal.engine.torch.quantization.layers import round_layers
 from areal.engine.torch.weights import ShardedWeights, init_weights, load_weights
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import local_part, local_shard, reshard
@@ -206,6 +207,7 @@ class FSDPEngine(BaseTrainEngine):
             "attention kernel": attention,
             "fused layers": f"{kinds} by {fsdp.layer_kernels}" if kinds else "none",
             "activation checkpointing": checkpointing,
+            "quantization": "none" if fsdp.quantization is None else f"{fsdp.quantization.format}, straight-through",
             "compile": f"each layer, backend {fsdp.compile_backend}" if fsdp.compile else "off",
         }
 
@@ -256,6 +258,10 @@ class FSDPEngine(BaseTrainEngine):
                 fuse_layers(chunk.hf, hf_config.model_type, functions)
                 if self.device.type == "cpu":
                     replace_linears(chunk)
+        # Before experts are spread: a rank rounds those that it has.
+        if config.fsdp.quantization is not None:
+            for chunk in chunks:
+                round_layers(transformer_layers(chunk), config.fsdp.quantization)
         # Distribute each chunk. Routers are numbered over the full model.
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
             if fsdp_expert_info(layers).layers:

@@ -21,20 +21,10 @@ from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
 from areal.engine.fsdp.activation_checkpointing import Remember
+from areal.engine.model.stacked_experts import WEIGHTS, stacked_experts
 from areal.utils.collectives import ExchangeRows, exchange_counts
 from areal.utils.dtensor import local_part
 from areal.utils.platform import is_planned
-
-WEIGHTS = ("gate_up_proj", "down_proj")
-"""Names of the stacked weights of experts in transformers: ``[E, 2 I, H]`` and ``[E, H, I]``."""
-
-
-def stacked_experts(module: nn.Module) -> list[Any]:
-    """Return the modules with the stacked experts of a layer.
-
-    Their forward takes hidden states, expert ids and expert weights.
-    """
-    return [x for x in module.modules() if all(getattr(x, name, torch.empty(0)).dim() == 3 for name in WEIGHTS)]
 
 
 def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims) -> None:

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from areal.api.config import ActivationCheckpointing, TrainEngineConfig, torch_dtype
 from areal.engine.fsdp.activation_checkpointing import RecomputedForward, recompute_layers
-from areal.engine.fsdp.expert_parallel import keep_dispatch, spread_experts, stacked_experts
+from areal.engine.fsdp.expert_parallel import keep_dispatch, spread_experts
 from areal.engine.fsdp.gathered_tokens import keep_gathered
 from areal.engine.fsdp.tensor_plans import split_tensors
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.model.stacked_experts import stacked_experts
 from areal.engine.model.vision import vision_layers
 from areal.engine.recurrence.functions import keep_running
 from areal.utils.mesh import submesh

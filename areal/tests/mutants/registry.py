@@ -15,6 +15,7 @@ import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
 import areal.tests.mutants.bugs.model.layers
 import areal.tests.mutants.bugs.model.muon
+import areal.tests.mutants.bugs.model.quantization
 import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollouts.chat

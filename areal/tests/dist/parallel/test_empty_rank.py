@@ -15,7 +15,7 @@ from areal.tests.grid.cases import as_input, rows
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import LORA, Cell, Layout
-from areal.tests.harness.moe_reference import TOLERANCE, assert_terms, moe_reference, recorded, with_replay
+from areal.tests.harness.references.moe_reference import TOLERANCE, assert_terms, moe_reference, recorded, with_replay
 from areal.tests.harness.tiny import BATCH_VERBS, Sample, chosen, global_batch, gradients_of, loss, same_bits, started
 from areal.tests.harness.world import world
 

@@ -13,14 +13,15 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import FinetuneSpec, SaveLoadMeta
-from areal.engine.fsdp.expert_parallel import Dispatch, stacked_experts
+from areal.engine.fsdp.expert_parallel import Dispatch
+from areal.engine.model.stacked_experts import stacked_experts
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import rows
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.moe_reference import SHAPES, TOLERANCE, moe_reference, recorded, with_replay
+from areal.tests.harness.references.moe_reference import SHAPES, TOLERANCE, moe_reference, recorded, with_replay
 from areal.tests.harness.resume_chain import assert_resumes
 from areal.tests.harness.tiny import config, global_batch, local_batch, loss, same_bits, started, weights_of
 from areal.utils.dtensor import local_shard

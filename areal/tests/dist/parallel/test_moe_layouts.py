@@ -17,7 +17,14 @@ from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.losses import OBJECTIVES
-from areal.tests.harness.moe_reference import SHAPES, TOLERANCE, assert_terms, moe_reference, recorded, with_replay
+from areal.tests.harness.references.moe_reference import (
+    SHAPES,
+    TOLERANCE,
+    assert_terms,
+    moe_reference,
+    recorded,
+    with_replay,
+)
 from areal.tests.harness.tiny import family_dir, started
 from areal.tests.harness.world import world
 from areal.trainer.rollout.sequence import Sequence

@@ -56,16 +56,16 @@ def recipe_model_with_experts() -> str:
             torch.manual_seed(0)
             config = Qwen3MoeConfig(
                 vocab_size=len(words),
-                hidden_size=32,
-                moe_intermediate_size=32,
+                hidden_size=64,
+                moe_intermediate_size=64,
                 num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=8,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=64,  # vLLM's attention has it on a CPU
                 num_experts=4,
                 num_experts_per_tok=2,
                 norm_topk_prob=True,
-                max_position_embeddings=256,
+                max_position_embeddings=512,
                 bos_token_id=words.bos_token_id,
                 eos_token_id=words.eos_token_id,
             )

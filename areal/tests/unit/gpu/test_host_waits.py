@@ -17,10 +17,11 @@ from transformers import masking_utils
 
 from areal.api import MicroBatchSpec, TopK
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.fsdp.expert_parallel import WEIGHTS, Dispatch, _CopiedRows, _DispatchedExperts, stacked_experts
+from areal.engine.fsdp.expert_parallel import Dispatch, _CopiedRows, _DispatchedExperts
 from areal.engine.fsdp.parallelize import checkpoint_layers, transformer_layers
 from areal.engine.fsdp.router import watch_routers
 from areal.engine.model.hub import read_config
+from areal.engine.model.stacked_experts import WEIGHTS, stacked_experts
 from areal.engine.schedule import SequentialSchedule
 from areal.tests.grid.vision_models import GRIDS, images, tokens
 from areal.tests.harness.tiny import Sample, family_dir, global_batch, started

@@ -1,0 +1,21 @@
+"""Modules of transformers with the weights of all experts of a layer in one parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+"""Names of the stacked weights of experts in transformers: ``[E, 2 I, H]`` and ``[E, H, I]``."""
+
+
+def has_stacked_experts(module: nn.Module) -> bool:
+    """Return whether this module has the stacked weights itself. Its forward takes hidden states, expert ids and expert weights."""
+    return all(getattr(module, name, torch.empty(0)).dim() == 3 for name in WEIGHTS)
+
+
+def stacked_experts(module: nn.Module) -> list[Any]:
+    """Return the modules inside of a module that have stacked experts."""
+    return [x for x in module.modules() if has_stacked_experts(x)]

@@ -1,0 +1,1 @@
+"""References of one process, computed one sequence at a time."""

@@ -1,0 +1,1 @@
+"""Operands that round as inference servers do."""
