@@ -31,7 +31,9 @@ from areal.trainer.rollout.sequence import Sequence
 
 MOE = {"aux_loss": 0.5, "z_loss": 0.25, "statistics": True}
 
-LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
+Layouts = dict[int, tuple[tuple[str, str], ...]]
+
+LAYOUTS: Layouts = {
     1: (("fsdp:d1", ""), ("fsdp:d1", "rows"), ("megatron:d1", "")),
     2: (
         ("fsdp:d2", ""),
@@ -58,12 +60,8 @@ LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
 }
 
 
-JAX_LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
-    1: (("jax:d1", ""),),
-    2: (("jax:d2", ""), ("jax:c2", ""), ("jax:e2", ""), ("jax:t2", "")),
-    4: (("jax:d2e2", ""),),
-}
-"""Layouts of the engine that has no balancing losses."""
+JAX_NAMES = {1: ("jax:d1",), 2: ("jax:d2", "jax:c2", "jax:e2", "jax:t2"), 4: ("jax:d2e2",)}  # without balancing losses
+JAX_LAYOUTS: Layouts = {size: tuple((name, "") for name in names) for size, names in JAX_NAMES.items()}
 
 
 def layout(backend: str, how: str = "", *, moe: dict[str, Any] = MOE) -> Layout:
@@ -78,9 +76,7 @@ def layout(backend: str, how: str = "", *, moe: dict[str, Any] = MOE) -> Layout:
 CHANGES: dict[str, dict[str, Any]] = {"two": {}, "four": {"num_hidden_layers": 4}}
 
 
-def cells(
-    cuts: dict[str, tuple[str, str, str]], *sizes: int, layouts: dict[int, tuple[tuple[str, str], ...]] = LAYOUTS
-) -> list[Any]:
+def cells(cuts: dict[str, tuple[str, str, str]], *sizes: int, layouts: Layouts = LAYOUTS) -> list[Any]:
     """Return every layout of these world sizes with the splits in turn, marked with its world; one rank gets all splits."""
     params, turn = [], cycle(cuts)
     for size in sizes:
