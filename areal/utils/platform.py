@@ -168,12 +168,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """Return host memory for copies from or to ``device``, uint8 ``[nbytes]``: pinned for a GPU, whose copies are then asynchronous.
-
-    For the meta device, whose tensors have no values, it is one byte.
-    """
-    if device.type == "meta":
-        return torch.empty(1, dtype=torch.uint8).expand(nbytes)
+    """Return host memory for copies from or to ``device``, uint8 ``[nbytes]``: pinned for a GPU, whose copies are then asynchronous."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 

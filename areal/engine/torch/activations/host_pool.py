@@ -38,13 +38,19 @@ class HostPool:
         starts = list(accumulate((round_up(size, _ALIGNMENT) for size in sizes), initial=0))
         number = -(-starts[-1] // BLOCK_BYTES)
         missing = number - len(self._free)
-        self._free += [platform.host_buffer(BLOCK_BYTES, self._device) for _ in range(missing)]
+        self._free += [self._allocate() for _ in range(missing)]
         blocks, self._free = self._free[:number], self._free[number:]
         return blocks, [_pieces(blocks, start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
     def give_back(self, blocks: Sequence[Tensor]) -> None:
         """Return blocks for later copies. Copies from them must be enqueued before."""
         self._free += blocks
+
+    def _allocate(self) -> Tensor:
+        # In a plan nothing is copied: one byte is as good as a block.
+        if self._device.type == "meta":
+            return torch.empty(1, dtype=torch.uint8).expand(BLOCK_BYTES)
+        return platform.host_buffer(BLOCK_BYTES, self._device)
 
 
 def _pieces(blocks: Sequence[Tensor], start: int, end: int) -> list[Tensor]:

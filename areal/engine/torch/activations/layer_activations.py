@@ -40,17 +40,17 @@ class KnownStorages:
 
     def __init__(self, tools: OffloadTools) -> None:
         self._tools = tools
-        # The reference keeps the address of a storage from being used again.
-        self._found: dict[int, tuple[StorageWeakRef, weakref.ref[SavedStorage]]] = {}
+        # The weak reference to a storage keeps its address from being used again.
+        self._found: dict[int, tuple[weakref.ref[SavedStorage], StorageWeakRef]] = {}
 
     def get(self, memory: torch.UntypedStorage) -> tuple[SavedStorage, bool]:
         """Return the record of a storage, and whether it is new."""
-        reference, saved = self._found.get(memory._cdata, (None, None))
-        known = None if saved is None else saved()
-        if known is not None and reference is not None and not reference.expired():
+        found = self._found.get(memory._cdata)
+        known = None if found is None else found[0]()
+        if known is not None:
             return known, False
         new = SavedStorage(memory, self._tools.device, self._tools.counts)
-        self._found[memory._cdata] = StorageWeakRef(memory), weakref.ref(new)
+        self._found[memory._cdata] = weakref.ref(new), StorageWeakRef(memory)
         return new, True
 
 
@@ -58,7 +58,6 @@ class KnownStorages:
 class SavedView:
     """A tensor that a layer has saved: a view of a storage."""
 
-    layer: LayerActivations
     storage: SavedStorage
     dtype: torch.dtype
     shape: torch.Size
@@ -94,20 +93,18 @@ class LayerActivations:
         storage, new = self._known.get(x.untyped_storage())
         if new:
             self._storages.append(weakref.ref(storage))
-        return SavedView(self, storage, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+        return SavedView(storage, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
-    @staticmethod
-    def unpack(saved: SavedView | Tensor) -> Tensor:
+    def unpack(self, saved: SavedView | Tensor) -> Tensor:
         """Return the tensor again, with its values, shape and strides. The first call brings all activations of the layer back."""
         if isinstance(saved, Tensor):
             return saved
-        layer, storage = saved.layer, saved.storage
-        layer._begin_backward()
+        self._begin_backward()
         # A storage that an earlier layer has saved first comes back alone.
-        if storage.memory is None and storage.host:
-            _bring_back([storage], layer._tools)
-        memory = storage.read(layer._tools.copies)
-        return torch.empty(0, dtype=saved.dtype, device=layer._tools.device).set_(
+        if saved.storage.memory is None and saved.storage.host:
+            _bring_back([saved.storage], self._tools)
+        memory = saved.storage.read(self._tools.copies)
+        return torch.empty(0, dtype=saved.dtype, device=self._tools.device).set_(
             memory, saved.offset, saved.shape, saved.stride
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from areal.api import MicroBatchSpec, ParallelDims, StepOutput, TrainEngine
 from areal.tests.grid.cases import CASES, samples
 from areal.tests.grid.layouts import LORA
-from areal.tests.grid.models import model_dir
+from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.tiny import (
     Sample,
     global_batch,
@@ -155,16 +155,16 @@ def test_numbers_are_those_without_offload(case: Case) -> None:
 # ---- bytes
 
 
+def sample_of(tokens: int, seed: int = 0) -> Sample:
+    ids = torch.randint(VOCAB, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "advantages": torch.ones(tokens), "loss_mask": torch.ones(tokens)}
+
+
 def bytes_of(layers: int, tokens: int, **options: Any) -> dict[str, float]:
     """Return the metrics of one micro-batch with one sequence."""
-    sample = {
-        "input_ids": torch.arange(tokens) % 100,
-        "advantages": torch.ones(tokens),
-        "loss_mask": torch.ones(tokens),
-    }
     given = {"path": model_dir("llama", num_hidden_layers=layers), "mb_spec": MicroBatchSpec(), **options}
     with lazily(), started("fsdp:d1", fsdp={"activation_offload": True}, **given) as engine:
-        step = engine.forward_backward([sample], loss)
+        step = engine.forward_backward([sample_of(tokens)], loss)
         assert in_use(engine) == (0, 0)
     return {name.removeprefix("activation_"): x for name, x in step.metrics.items() if name.startswith("activation_")}
 
@@ -189,12 +189,22 @@ def test_device_keeps_two_layers_of_any_number(how: str) -> None:
         assert found[6, 128]["offloaded_bytes"] == 5 * hidden, "the inputs of layers"
 
 
+@pytest.mark.world(2)
+def test_gathered_experts_are_not_moved() -> None:
+    found = []
+    for tokens in (16, 32):
+        with lazily(), engine_of(Case("e2", "fsdp:e2", family="qwen3_moe"), offload=True) as engine:
+            step = engine.forward_backward([sample_of(tokens, engine.dp_rank)], loss)
+        found.append(step.metrics["activation_offloaded_bytes"])
+    # Weights of experts take 37 KB for each layer: activations of 16 tokens less.
+    assert found[1] == pytest.approx(2 * found[0], rel=0.05)
+
+
 @pytest.mark.world(1)
 def test_small_tensors_stay_on_the_device() -> None:
-    sample = {"input_ids": torch.arange(20), "advantages": torch.ones(20), "loss_mask": torch.ones(20)}
     path = model_dir("qwen3", **DEEP)
     with started("fsdp:d1", path=path, fsdp={"activation_offload": True}) as engine:
-        step = engine.forward_backward([sample], loss)
+        step = engine.forward_backward([sample_of(20)], loss)
     assert step.metrics["activation_device_peak_bytes"] > 0
     assert "activation_offloaded_bytes" not in step.metrics
 

@@ -263,9 +263,10 @@ def test_blocks_are_used_again_for_other_sizes() -> None:
 
 def test_meta_tensors_are_not_copied() -> None:
     meta = torch.device("meta")
-    assert platform.host_buffer(100, meta).untyped_storage().nbytes() == 1
     copies = platform.side_copies(meta)
-    copies.wait(copies.run([(torch.empty(3, device=meta), platform.host_buffer(3, meta))]))
+    (block,), ((piece,),) = HostPool(meta).take([1000])
+    assert block.untyped_storage().nbytes() == 1, "in a plan, a block needs no memory"
+    copies.wait(copies.run([(piece, torch.empty(1000, dtype=torch.uint8, device=meta))]))
 
 
 class Stream:
