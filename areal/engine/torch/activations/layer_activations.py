@@ -116,6 +116,7 @@ class LayerActivations:
         Args:
             weights: keys of the storages of weights and buffers, which stay where they are.
         """
+        del self._known
         kept = [x for x in self._alive() if x.key not in weights]
         self._storages = [weakref.ref(x) for x in kept]
         for storage in kept:

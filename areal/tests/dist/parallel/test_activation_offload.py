@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from areal.tests.harness.tiny import (
 )
 from areal.tests.unit.gpu.lazy_copies import lazily
 
+PAGE = Path(__file__).parents[4] / "docs" / "activation-offload.md"
 DEEP = {"num_hidden_layers": 4}
 FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
 
@@ -163,7 +165,7 @@ def sample_of(tokens: int, seed: int = 0) -> Sample:
 def bytes_of(layers: int, tokens: int, **options: Any) -> dict[str, float]:
     """Return the metrics of one micro-batch with one sequence."""
     given = {"path": model_dir("llama", num_hidden_layers=layers), "mb_spec": MicroBatchSpec(), **options}
-    with lazily(), started("fsdp:d1", fsdp={"activation_offload": True}, **given) as engine:
+    with lazily(1), started("fsdp:d1", fsdp={"activation_offload": True}, **given) as engine:
         step = engine.forward_backward([sample_of(tokens)], loss)
         assert in_use(engine) == (0, 0)
     return {name.removeprefix("activation_"): x for name, x in step.metrics.items() if name.startswith("activation_")}
@@ -189,14 +191,36 @@ def test_device_keeps_two_layers_of_any_number(how: str) -> None:
         assert found[6, 128]["offloaded_bytes"] == 5 * hidden, "the inputs of layers"
 
 
-@pytest.mark.world(2)
-def test_gathered_experts_are_not_moved() -> None:
+@pytest.mark.world(1)
+@pytest.mark.parametrize("how", ["full", "selective", "none"])
+def test_page_has_the_bytes(how: str) -> None:
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    paths = [model_dir("llama", num_hidden_layers=n, head_dim=64, **shape) for n in (3, 4)]
+    three, four = (
+        bytes_of(n, 64, path=path, activation_checkpointing=how) for n, path in zip((3, 4), paths, strict=True)
+    )
+    layer = four["offloaded_bytes"] - three["offloaded_bytes"]
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{how}` | ")]
+    assert row.startswith(f"| `{how}` | {layer / 64:,.0f} | {four['device_peak_bytes'] / layer:.1f} | "), row
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("layers"), id="layers", marks=pytest.mark.world(1)),
+        pytest.param(Case("experts", "fsdp:e2", family="qwen3_moe"), id="experts", marks=pytest.mark.world(2)),
+    ],
+)
+def test_gathered_weights_are_not_moved(case: Case) -> None:
     found = []
     for tokens in (16, 32):
-        with lazily(), engine_of(Case("e2", "fsdp:e2", family="qwen3_moe"), offload=True) as engine:
-            step = engine.forward_backward([sample_of(tokens, engine.dp_rank)], loss)
+        with lazily(), engine_of(case, offload=True) as engine:
+            try:
+                step = engine.forward_backward([sample_of(tokens, engine.dp_rank)], loss)
+            except RuntimeError as error:  # FSDP frees weights after a forward
+                pytest.fail(f"a weight was to be moved: {error}")
         found.append(step.metrics["activation_offloaded_bytes"])
-    # Weights of experts take 37 KB for each layer: activations of 16 tokens less.
+    # The weights of a layer take more bytes than the activations of 16 tokens.
     assert found[1] == pytest.approx(2 * found[0], rel=0.05)
 
 

@@ -31,8 +31,9 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.read += ctx.saved_tensors
-        return None, *(grads[0].expand_as(x) for x in ctx.saved_tensors)
+        tensors = ctx.saved_tensors
+        ctx.read += [x.detach() for x in tensors]
+        return None, *(grads[0].expand_as(x) for x in tensors)
 
 
 class Layer(nn.Module):

@@ -65,14 +65,14 @@ def host_memory_of_micro_batches_is_shared(right: Function) -> Function:
 
 @mutant(
     "areal.engine.fsdp.activation_offload:read_weights",
-    CELLS + "test_device_keeps_two_layers_of_any_number[none]",
+    CELLS + "test_gathered_weights_are_not_moved[layers]",
 )
 def gathered_weights_are_moved(right: Function) -> Function:
     """Weights that FSDP has gathered are moved as activations."""
     return lambda layer: iter(())
 
 
-@mutant("areal.engine.fsdp.activation_offload:read_weights", CELLS + "test_gathered_experts_are_not_moved")
+@mutant("areal.engine.fsdp.activation_offload:read_weights", CELLS + "test_gathered_weights_are_not_moved[experts]")
 def gathered_experts_are_moved(right: Function) -> Function:
     """Weights of experts, which are sharded again before the forward of their layer ends, are moved as activations."""
 
