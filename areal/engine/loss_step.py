@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.faults import ReadOutputs, naming_missing_outputs
 from areal.engine.moe.balance_loss import RoutingSums
+from areal.engine.moved_bytes import MovedBytes
 
 LOSS = "loss"
 """Name of the term of a loss with one term."""
@@ -223,7 +223,7 @@ class StepSums:
         n_tokens, dropped: int. Tokens and left-out sequences of the batch.
         seconds: float. Wall time of the call.
         timings: phase -> seconds.
-        moved: metric -> bytes moved from and to host memory since the last step.
+        moved: bytes moved from and to host memory since the last step.
     """
 
     terms: dict[str, float] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class StepSums:
     dropped: int = 0
     seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
-    moved: Counter[str] = field(default_factory=Counter)
+    moved: MovedBytes = field(default_factory=MovedBytes)
 
     def merge(self, other: StepSums) -> None:
         """Add another rank's sums to these.
@@ -300,15 +300,16 @@ def step_output(
     terms = {name: sums.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
     # Weights, bytes and sequences are amounts: those of several steps add up.
     amounts = weights.metrics()
-    amounts |= {name: float(nbytes) for name, nbytes in sums.moved.items() if nbytes}
+    amounts |= {name: float(nbytes) for name, nbytes in sums.moved.totals.items() if nbytes}
     if may_drop:
         amounts["dropped_sequences"] = float(sums.dropped)
+    peaks = {name: float(nbytes) for name, nbytes in sums.moved.peaks.items()}
     reductions = {name: reduce for name, (reduce, _, _) in sums.metrics.items()}
     return StepOutput(
         loss=sum(terms.values()),
         terms=terms,
-        metrics=sums.reduced_metrics() | amounts,
-        reductions=reductions | dict.fromkeys(amounts, "sum"),
+        metrics=sums.reduced_metrics() | amounts | peaks,
+        reductions=reductions | dict.fromkeys(amounts, "sum") | dict.fromkeys(peaks, "max"),
         n_mbs=n_mbs,
         n_tokens=sums.n_tokens,
         seconds=sums.seconds,

@@ -70,6 +70,7 @@ class SequentialSchedule(Schedule):
         after_forward: called after a run without backward, to free what only a backward would have freed.
         recover: see :meth:`Schedule.recover`.
         timer: the engine's, so that a profile names the micro-batch of each backward.
+        after_run: called at the end of every run, also after an error.
     """
 
     equal_lengths = False
@@ -81,11 +82,13 @@ class SequentialSchedule(Schedule):
         after_forward: Callable[[], None] = lambda: None,
         recover: Callable[[], bool] = lambda: True,
         timer: PhaseTimer | None = None,
+        after_run: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._before_backward = before_backward
         self._after_forward = after_forward
         self._recover = recover
+        self._after_run = after_run
         self._timer = timer or PhaseTimer(torch.device("cpu"))
 
     def round_up(self, n: int) -> int:
@@ -96,14 +99,17 @@ class SequentialSchedule(Schedule):
 
     def run(self, mbs: MicroBatchList, forward: ForwardFn, process: ProcessFn, *, forward_only: bool) -> dict[int, Any]:
         results: dict[int, Any] = {}
-        for position, mb in enumerate(mbs):
-            if not forward_only:
-                self._before_backward(position == len(mbs) - 1)
-            loss, results[mb.index] = process(forward(self._model, mb), mb)
-            # Without a loss, the process function only reads outputs.
-            if loss is not None:
-                with self._timer.phase("backward", mb.index):
-                    loss.backward()
+        try:
+            for position, mb in enumerate(mbs):
+                if not forward_only:
+                    self._before_backward(position == len(mbs) - 1)
+                loss, results[mb.index] = process(forward(self._model, mb), mb)
+                # Without a loss, the process function only reads outputs.
+                if loss is not None:
+                    with self._timer.phase("backward", mb.index):
+                        loss.backward()
+        finally:
+            self._after_run()
         if forward_only:
             self._after_forward()
         return results
@@ -113,4 +119,4 @@ class SequentialSchedule(Schedule):
 
     def close(self) -> None:
         # The callables are closures over the model.
-        del self._model, self._before_backward, self._after_forward, self._recover
+        del self._model, self._before_backward, self._after_forward, self._recover, self._after_run

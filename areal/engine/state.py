@@ -7,7 +7,6 @@ import functools
 import gc
 import logging
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +26,7 @@ from areal.engine.checkpoint.checkpointer import FolderWeights
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
 from areal.engine.memory_limit import MemoryLimit
+from areal.engine.moved_bytes import MovedBytes
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config, process_dims
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
@@ -94,7 +94,7 @@ class EngineState(TrainEngine):
         self._device_memory = 0  # bytes of the smallest device of all ranks
         self._additivity = AdditivityProbe()
         self._context = ContextWarning()
-        self._moved: Counter[str] = Counter()  # bytes moved since the last step, by name of the metric
+        self._moved = MovedBytes()  # since the last step
 
     def initialize(self, spec: FinetuneSpec) -> None:
         if self._components is not None:
@@ -331,7 +331,7 @@ class EngineState(TrainEngine):
         # The allocator would keep the freed memory for this process: return it, for an inference engine on this device.
         platform.empty_cache(self.device)
         platform.give_back(self.device)
-        self._moved["offloaded_bytes"] += nbytes
+        self._moved.totals["offloaded_bytes"] += nbytes
         if self.control.rank == 0:
             returned = reserved - platform.reserved_bytes(self.device)
             logger.info(
@@ -350,9 +350,9 @@ class EngineState(TrainEngine):
 
     def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back the tensors that a step needs. Its metrics report the bytes."""
-        memory = self._require_components().memory
+        memory, moved = self._require_components().memory, self._moved.totals
         with self._ending_on_error():
-            self._moved["onloaded_bytes"] += memory.onload(params=True, grads=grads, optimizer=optimizer)
+            moved["onloaded_bytes"] += memory.onload(params=True, grads=grads, optimizer=optimizer)
 
     # ---- the optimizer's settings
 

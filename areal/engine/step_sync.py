@@ -5,7 +5,6 @@ Each is one exchange on the host. It also carries the faults of all ranks, so th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +18,7 @@ from areal.engine.loss_step import LossResult, LossWeights, StepSums, local_weig
 from areal.engine.memory_limit import Claim, check_claims
 from areal.engine.moe.balance_loss import RoutingSums
 from areal.engine.moe.routing import Tally
+from areal.engine.moved_bytes import MovedBytes
 from areal.engine.schedule import Schedule
 from areal.utils.data import ADAPTER, BatchPlan
 from areal.utils.distributed import ControlPlane
@@ -206,7 +206,7 @@ class StepSync:
         routed: Tally,
         call: TimedCall,
         note: str,
-        moved: Counter[str],
+        moved: MovedBytes,
     ) -> StepSums:
         """Sum the results of all micro-batches of all ranks.
 
@@ -215,7 +215,7 @@ class StepSync:
             routed: counts of the routers on this rank's stage.
             call: the call that reports the sums.
             note: text that is added to an error.
-            moved: bytes that this rank moved from and to host memory since the last step, by name of the metric.
+            moved: bytes that this rank moved from and to host memory since the last step.
 
         Raises:
             ValueError: a loss is not finite on some rank, or a metric is wrong.
@@ -226,14 +226,14 @@ class StepSync:
             local = sum_results(mbs, results) if self._has_losses else StepSums()
             routing = routed.sums()
             local.seconds, local.timings = call.read()
-            local.moved = Counter(moved)
+            local.moved = moved.copy()
             return local, routing
 
         answers = self._control.attempt_and_gather(sum_locally, note)
         # Times are those of the slowest rank. Everything else is summed.
         slowest = max((local for local, _ in answers), key=lambda local: local.seconds)
-        moved_in_total = sum((local.moved for local, _ in answers), Counter())
-        total = StepSums(seconds=slowest.seconds, timings=slowest.timings, moved=moved_in_total)
+        moved_by_all = MovedBytes.of_ranks(local.moved for local, _ in answers)
+        total = StepSums(seconds=slowest.seconds, timings=slowest.timings, moved=moved_by_all)
         for local, _ in self._once_per_shard(answers):
             total.merge(local)
         total.add_routing([routing for (_, routing), counts in zip(answers, self._counts_stage, strict=True) if counts])

@@ -8,6 +8,7 @@ from typing import Any
 
 from areal.api import LoRAConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.parallel import ParallelDims
+from areal.api.sections.fsdp import FSDPConfig
 from areal.api.sections.megatron import MegatronConfig
 from areal.engine.model.hub import experts_per_layer, read_config
 from areal.plan.hardware import Hardware
@@ -77,7 +78,7 @@ class PlanJob:
         )
 
     def uniform_layers(self) -> UniformLayers | None:
-        """Return the layers of the model; ``None`` if they or their adapters differ, so that every layer must be run."""
+        """Return the layers of the model; ``None`` if they, their adapters or their memory differ, so that every layer must be run."""
         if self.settings.get("lora") is not None:
             targets = LoRAConfig.model_validate(self.settings["lora"]).target_modules
             # A pattern, or a name with a dot, may select layers by their numbers.
@@ -85,6 +86,9 @@ class PlanJob:
                 return None
         megatron = MegatronConfig.model_validate(self.settings.get("megatron") or {})
         if megatron.first_stage_layers is not None or megatron.last_stage_layers is not None:
+            return None
+        # Activations of the last layers are on the device, and none of the others.
+        if FSDPConfig.model_validate(self.settings.get("fsdp") or {}).activation_offload:
             return None
         return UniformLayers.of(self.model)
 

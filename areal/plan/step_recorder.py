@@ -190,7 +190,8 @@ class StepRecorder(TorchDispatchMode):
             wide = tensor.dim() == 2 and tensor.shape[1] == self._vocab_rows and tensor.dtype.itemsize >= 4
             if tensor.untyped_storage()._cdata not in self._storages:
                 self._set(tensor, "logits" if wide else "activations")
-        if not created or func.is_view:
+        # A tensor that is set to memory which exists is a view of it.
+        if not created or func.is_view or func.overloadpacket is torch.ops.aten.set_:
             return
         flops = operation_flops(func, args, kwargs, out)
         self.flops += flops

@@ -190,6 +190,75 @@ def is_device_lost(error: BaseException | None) -> bool:
     return False
 
 
+# ---- copies beside the computation
+
+
+class SideCopies(Protocol):
+    """Copies between a device and the host that run beside the computation, one after the other.
+
+    The host waits for none of them.
+    """
+
+    def run(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Enqueue copies, which begin when the work that the caller has enqueued so far is complete.
+
+        Args:
+            pairs: target and source of each copy, of the same shape and dtype. The caller keeps them until it has waited.
+
+        Returns:
+            A mark behind the copies, for :meth:`wait`.
+        """
+
+    def wait(self, mark: Any) -> None:
+        """Let the work that the caller enqueues from now on begin when the copies before a mark are complete."""
+
+
+def side_copies(device: torch.device) -> SideCopies:
+    """Return copies from and to ``device``: in a stream of a GPU; at once on a CPU; none of the meta device."""
+    if device.type == "cuda":
+        return _StreamCopies(device)
+    return _NoCopies() if device.type == "meta" else _HostCopies()
+
+
+class _StreamCopies:
+    """Copies in a stream of a GPU. Both directions share it, so that a buffer is written only after it was read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def run(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        # The sources are written, and the memory of the targets is read, by earlier work of the caller.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+class _HostCopies:
+    """Copies of a CPU, whose execution is synchronous."""
+
+    def run(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, mark: None) -> None:
+        pass
+
+
+class _NoCopies:
+    """Copies of tensors without values."""
+
+    def run(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        pass
+
+    def wait(self, mark: None) -> None:
+        pass
+
+
 # ---- time and memory of a device
 
 

@@ -40,6 +40,10 @@ class FSDPConfig(BackendConfig):
         le=1,
         description="Fraction of the layers, evenly spaced, to which `activation_checkpointing` applies.",
     )
+    activation_offload: bool = Field(
+        default=False,
+        description="Keep activations of layers in pinned host memory between forward and backward.",
+    )
     optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Dtype of AdamW's moments; bfloat16 halves their memory and rounds stochastically.",

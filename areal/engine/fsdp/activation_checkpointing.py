@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from areal.api.config import ActivationCheckpointing
+from areal.engine.torch.activations.offload import Hooks
 
 _aten = torch.ops.aten
 
@@ -89,11 +92,13 @@ class RecomputedForward:
     Attributes:
         remember: functions that are called in the forward. Each returns a function whose context surrounds the recomputation, and restores
             state which the layer reads.
+        hooks: returns the functions that pack and unpack what the forward keeps; ``None`` keeps tensors on the device.
     """
 
-    def __init__(self, inner: Callable[..., Any], contexts: Callable[[], _Contexts] | None) -> None:
+    def __init__(self, inner: Callable[..., Any], contexts: Callable[[Hooks | None], _Contexts] | None) -> None:
         self._inner, self._contexts = inner, contexts
         self.remember: list[Remember] = []
+        self.hooks: Callable[[], Hooks | None] = lambda: None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if not self.remember and self._contexts is None:
@@ -102,7 +107,7 @@ class RecomputedForward:
 
     def _both(self) -> _Contexts:
         """Return the contexts of a call. The second one also restores what was remembered."""
-        forward, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
+        forward, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts(self.hooks())
         return forward, _Restored([remember() for remember in self.remember], again) if self.remember else again
 
 
@@ -122,7 +127,10 @@ class _Restored(AbstractContextManager[None]):
         self._entered.__exit__(*error)
 
 
-def _selective_contexts(saved: frozenset[Any]) -> _Contexts:
+def _selective_contexts(saved: frozenset[Any], hooks: Hooks | None) -> _Contexts:
+    if hooks is not None:
+        results = _PackedResults(hooks)
+        return _SavedOpsOnly(_KeepResults(results), saved), _SavedOpsOnly(_TakeResults(results), saved)
     forward, again = create_selective_checkpoint_contexts(list(saved))
     return _SavedOpsOnly(forward, saved), _SavedOpsOnly(again, saved)
 
@@ -146,3 +154,56 @@ class _SavedOpsOnly(TorchDispatchMode):
         if func in self._saved:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+
+class _PackedResults:
+    """Results of operations of one forward, packed by hooks of saved tensors until the recomputation takes them.
+
+    torch's modes for selective checkpointing keep results without asking such hooks.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._pack, self._unpack = hooks
+        self._results: dict[Any, deque[Any]] = defaultdict(deque)  # by operation, in the order of its calls
+
+    def add(self, func: Any, result: Any) -> None:
+        """Keep the result of a call, without its graph."""
+
+        def packed(x: Tensor) -> Callable[[], Tensor]:
+            return functools.partial(self._unpack, self._pack(x.detach()))
+
+        self._results[func].append(pytree.tree_map_only(Tensor, packed, result))
+
+    def take(self, func: Any) -> Any:
+        """Return the result of the next call of an operation.
+
+        Raises:
+            RuntimeError: there are more calls than in the forward, or a second recomputation.
+        """
+        if not self._results[func]:
+            raise RuntimeError(f"{func} is called more often than in the forward, or the backward runs a second time")
+        return pytree.tree_map_only(functools.partial, lambda unpack: unpack(), self._results[func].popleft())
+
+
+class _KeepResults(TorchDispatchMode):
+    """Keeps the results of all operations that it sees."""
+
+    def __init__(self, results: _PackedResults) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._results.add(func, result)
+        return result
+
+
+class _TakeResults(TorchDispatchMode):
+    """Replaces all operations that it sees by their kept results."""
+
+    def __init__(self, results: _PackedResults) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._results.take(func)

@@ -26,6 +26,7 @@ from areal.engine.batch_rules import check_sharing
 from areal.engine.components import EngineComponents
 from areal.engine.fsdp import gradients as grad
 from areal.engine.fsdp.activation_checkpointing import spread_evenly
+from areal.engine.fsdp.activation_offload import offload_activations
 from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
@@ -51,6 +52,7 @@ from areal.engine.options import MODEL_OPTIONS
 from areal.engine.recurrence.head_exchange import check_heads
 from areal.engine.recurrence.rows import check_whole_runs
 from areal.engine.schedule import Schedule, SequentialSchedule
+from areal.engine.torch.activations.offload import ActivationOffload
 from areal.engine.torch.checkpoint import ShardedCheckpointer
 from areal.engine.torch.model_chunks import ModelChunks
 from areal.engine.torch.muon.matrices import matrices_of
@@ -74,6 +76,7 @@ class FSDPEngine(BaseTrainEngine):
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("drctpve")
     _gradients: grad.FSDPGradients | None = None
+    _activations: ActivationOffload | None = None
     supported_options: ClassVar[frozenset[str]] = MODEL_OPTIONS | {"grad_sync"}
     config_class: ClassVar[type[FSDPConfig]] = FSDPConfig
 
@@ -115,6 +118,8 @@ class FSDPEngine(BaseTrainEngine):
         weights = ShardedWeights(chunks)
         sync = grad.GradientSync.choose(chunks, config, self._device_memory)
         experts = fsdp_expert_info(transformer_layers(chunks.full_model))
+        if config.fsdp.activation_offload:
+            self._activations = ActivationOffload(self.device, self._moved)
         components = EngineComponents(
             model=chunks,
             schedule=self._schedule(chunks, sync),
@@ -143,11 +148,15 @@ class FSDPEngine(BaseTrainEngine):
         )
         # Adapters replace what trains, saves and streams the model.
         if config.lora is None:
+            if self._activations is not None:
+                offload_activations(chunks, self._activations, self._schedule_spec)
             return components
         adapters = AdapterSet(
             hf_config, fsdp_adapter_layout(chunks, param_mesh, self.device), config, spec, self.control
         )
         attach_fsdp_adapters(chunks, adapters)
+        if self._activations is not None:
+            offload_activations(chunks, self._activations, self._schedule_spec, adapters)
         return with_adapters(components, weights, adapters, self)
 
     def _forward_compute_mb(
@@ -179,7 +188,7 @@ class FSDPEngine(BaseTrainEngine):
 
     def _release(self, param_mesh: DeviceMesh) -> None:
         """Release the references that this engine has to its process groups."""
-        self._gradients = None
+        self._gradients = self._activations = None
         release_groups(param_mesh)
 
     def _describe(
@@ -209,14 +218,16 @@ class FSDPEngine(BaseTrainEngine):
             "activation checkpointing": checkpointing,
             "quantization": "none" if fsdp.quantization is None else f"{fsdp.quantization.format}, straight-through",
             "compile": f"each layer, backend {fsdp.compile_backend}" if fsdp.compile else "off",
+            **({"activation offload": "between forward and backward"} if fsdp.activation_offload else {}),
         }
 
     def _schedule(self, chunks: ModelChunks, sync: grad.GradientSync) -> Schedule:
         """Build the schedule: a pipeline, or one micro-batch after the other."""
         config = self.config
+        after_run = (lambda: None) if self._activations is None else self._activations.end_call
         if self.dims.pp > 1:
             dtype, split = torch_dtype(config.dtype), self.dims.cp * self.dims.tp
-            return PipelineSchedule(chunks, self._schedule_spec, self.device, dtype, split, self.timer)
+            return PipelineSchedule(chunks, self._schedule_spec, self.device, dtype, split, self.timer, after_run)
         model = chunks[0]
         return SequentialSchedule(
             model,
@@ -225,6 +236,7 @@ class FSDPEngine(BaseTrainEngine):
             after_forward=lambda: reshard(model),
             recover=lambda: _recover(model),
             timer=self.timer,
+            after_run=after_run,
         )
 
     def _build_chunks(

@@ -138,6 +138,7 @@ OPTIONS: dict[str, Option] = {
     "fsdp.cpu_offload": Option(True, sharding),
     "fsdp.context_parallel": Option("gather_kv", splits, layout="c2"),
     "fsdp.checkpointed_share": Option(0.5, recomputed, {"activation_checkpointing": "full"}),
+    "fsdp.activation_offload": Option(True, terms),
     "fsdp.optimizer_state_dtype": Option("bfloat16", optimizers),
     "fsdp.attention": Option("rows", attention),
     "fsdp.text_only": Option(

@@ -34,6 +34,7 @@ class PipelineSchedule(Schedule):
         dtype: dtype of hidden states.
         token_split: number of ranks that divide the tokens of a micro-batch.
         timer: the engine's timer; a profile then names the micro-batch of each backward.
+        after_run: called at the end of every run, also after an error.
     """
 
     equal_lengths = True
@@ -46,8 +47,9 @@ class PipelineSchedule(Schedule):
         dtype: torch.dtype,
         token_split: int,
         timer: PhaseTimer,
+        after_run: Callable[[], None] = lambda: None,
     ) -> None:
-        self._chunks, self._spec, self._timer = chunks, spec, timer
+        self._chunks, self._spec, self._timer, self._after_run = chunks, spec, timer, after_run
         self._device, self._dtype, self._token_split = device, dtype, token_split
         self._width = chunks.full_model.hf.config.get_text_config().hidden_size
 
@@ -77,13 +79,14 @@ class PipelineSchedule(Schedule):
         except RuntimeError as error:  # torch wraps the original error in a long text
             raise error.__cause__ if isinstance(error.__cause__, Exception) else error from None
         finally:
+            self._after_run()
             # Without a backward, FSDP leaves the last weights gathered.
             if forward_only:
                 reshard(self._chunks)
         return results
 
     def close(self) -> None:
-        del self._chunks
+        del self._chunks, self._after_run
 
     def _schedule(self, mbs: MicroBatchList, compute: Callable[[Any, MicroBatch, Tensor | None], Tensor]) -> Any:
         """Create a torch schedule for one call: its buffers depend on the length and the number of micro-batches."""

@@ -26,6 +26,7 @@ class ScheduleSpec:
         zero_bubble: if True, gradients of weights are computed separately from those of inputs.
         rounds: if True, the number of micro-batches must be a multiple of the number of ranks.
         fills: if True, there must be at least as many micro-batches as ranks.
+        all_forwards_first: if True, the first backward comes after the last forward.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ScheduleSpec:
     zero_bubble: bool = False
     rounds: bool = False
     fills: bool = False
+    all_forwards_first: bool = False
 
     @property
     def torch_class(self) -> Any:
@@ -55,7 +57,7 @@ class ScheduleSpec:
 SCHEDULE_SPECS: Mapping[str, ScheduleSpec] = {
     spec.name: spec
     for spec in (
-        ScheduleSpec("GPipe", "Huang et al., 2019", chunks="one"),
+        ScheduleSpec("GPipe", "Huang et al., 2019", chunks="one", all_forwards_first=True),
         ScheduleSpec("1F1B", "Narayanan et al., 2019", chunks="one", fills=True),
         ScheduleSpec("Interleaved1F1B", "Narayanan et al., 2021", rounds=True),
         ScheduleSpec("InterleavedZeroBubble", "Qi et al., 2023", zero_bubble=True, rounds=True),

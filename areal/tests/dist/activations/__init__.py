@@ -1,0 +1,1 @@
+"""What layers keep for their backward, and where it is."""
