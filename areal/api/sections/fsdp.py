@@ -55,6 +55,10 @@ class FSDPConfig(BackendConfig):
         default="torch",
         description="Kernels of norms, SwiGLU and rotary embeddings: torch's, or Liger's, which need CUDA and the extra `liger`.",
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="Compute a sequence's log-probs with the same bits in any batch, also in LocalRollout; see docs/batch-invariance.md.",
+    )
     compile: bool = Field(default=False, description="Compile each layer with torch.compile, once for all lengths.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile, by name.")
 
@@ -79,6 +83,8 @@ class FSDPConfig(BackendConfig):
                 f"fsdp.checkpointed_share = {self.checkpointed_share} with activation_checkpointing = 'none': choose 'full' or "
                 "'selective', or leave it out"
             )
+        if self.batch_invariant:
+            self._check_invariance(config)
         # Adapters have float32 moments, replicated over ranks: only the frozen model is sharded by the engine.
         narrow, optimizer = self.optimizer_state_dtype == "bfloat16", config.optimizer
         if narrow and config.lora is not None:
@@ -92,3 +98,21 @@ class FSDPConfig(BackendConfig):
             raise ValueError(
                 "grad_sync = 'micro_batch' with lora: gradients of adapters are reduced once per optimizer step; leave it out"
             )
+
+    def _check_invariance(self, config: TrainEngineConfig) -> None:
+        """Refuse what computes a row in another way than the rules of batch invariance."""
+        dims = config.dims
+        split = "".join(x for x, n in zip("ctpve", (dims.cp, dims.tp, dims.pp, dims.vpp, dims.ep), strict=True) if n > 1)
+        if split:
+            raise ValueError(
+                f"fsdp.batch_invariant = True with backend = {config.backend!r}: {split} split a sequence's products over ranks; use d and r alone"
+            )
+        others = {
+            "fsdp.compile = True": self.compile,
+            f"fsdp.layer_kernels = {self.layer_kernels!r}": self.layer_kernels != "torch",
+            f"fsdp.attention = {self.attention!r}": self.attention == "rows",
+            "fp32_head = True": config.fp32_head,
+        }
+        refused = next((name for name, given in others.items() if given), None)
+        if refused is not None:
+            raise ValueError(f"fsdp.batch_invariant = True with {refused}: leave one of the two out")

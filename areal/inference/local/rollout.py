@@ -20,6 +20,7 @@ from areal.engine.model.media import media_tokens
 from areal.inference.local.adapter_router import AdapterRouter
 from areal.inference.local.continuous_batching import GenerationLimits, cache_bytes, forget_prefixes
 from areal.inference.local.image_router import ImageRouter
+from areal.inference.local.invariant_replica import make_invariant
 from areal.inference.local.prompt_images import ImageReader, PromptImages
 from areal.inference.local.prompt_logprobs import PromptLogprobs, PromptScorer
 from areal.inference.local.running_requests import PendingAnswer, RunningRequests
@@ -60,9 +61,10 @@ class LocalRollout:
         max_batch_tokens: maximum number of tokens of one forward. Use few on a CPU, where ``sdpa`` attends over all sequences of a forward.
         seed: seed of the seeds of requests without one, in order of arrival. ``None`` uses the system's entropy.
         tokenizer: tokenizer of the model, for requests with stop strings.
+        batch_invariant: compute on a CPU with the bits of an FSDP engine with this option, in any batch; see docs/batch-invariance.md.
 
     Raises:
-        ValueError: a number is out of range, or the model's attention is not supported.
+        ValueError: a number is out of range, or the model's attention is not supported, or not with ``batch_invariant``.
     """
 
     def __init__(
@@ -77,11 +79,15 @@ class LocalRollout:
         max_batch_tokens: int = 256,
         seed: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if cache_tokens is None:
             cache_tokens = -(-max_context // page_size) * page_size * max_requests
-        self._limits = GenerationLimits(max_context, max_requests, cache_tokens, page_size, max_batch_tokens)
+        sizes = (max_context, max_requests, cache_tokens, page_size, max_batch_tokens)
+        self._limits = GenerationLimits(*sizes, batch_invariant)
         self._limits.check(model)
+        if batch_invariant:
+            make_invariant(model)
         self.model, self.max_context = model, max_context
         self._vocab = model.config.get_text_config().vocab_size
         self._end_tokens = end_tokens(model)

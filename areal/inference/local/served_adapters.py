@@ -37,7 +37,8 @@ class ServedFactors:
         if isinstance(rows, slice):
             out[rows].addmm_(low, self.up.t(), alpha=self.scale)
         else:
-            out.index_add_(0, rows, low @ self.up.t(), alpha=self.scale)
+            # Rounded as in the other case.
+            out.index_copy_(0, rows, torch.addmm(out[rows], low, self.up.t(), alpha=self.scale))
 
 
 class ServedAdapter:

@@ -43,6 +43,8 @@ class HeadSpec:
         logit_scale: factor of the model on its logits.
         softcap: bound of the model on its logits, or ``None``.
         fp32: whether not to round any operand of a product, gradients included.
+        scale_logits: whether scale and temperature are applied to the logits, as a sampler does. Otherwise factors of a product scale its
+            operands where that is faster.
         entropy: whether to compute the entropy.
         topk: number of most likely tokens to return; 0 for none.
         chunk_size: number of tokens whose logits exist at a time.
@@ -54,6 +56,7 @@ class HeadSpec:
     logit_scale: float
     softcap: float | None
     fp32: bool
+    scale_logits: bool
     entropy: bool
     topk: int
     chunk_size: int
@@ -157,6 +160,8 @@ class _Chunks:
 
     def _write(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
         """Return logits after scale, softcap and temperature, in the buffer if the product writes to one, or else in new memory."""
+        if self.spec.scale_logits:
+            return self._scaled_afterwards(rows, buffer)
         # A number is a factor of the product itself. Factors per token scale the hidden states if these are not rounded.
         cap, factor = self.spec.softcap, self.factor(rows)
         scale = self.spec.logit_scale / cap if cap is not None else factor
@@ -174,6 +179,18 @@ class _Chunks:
             z.mul_(per_token)
         # Softcap is followed by the temperature: cap * tanh(scale * x / cap) / temperature.
         return z if cap is None else z.tanh_().mul_(cap / self.per_token(self.spec.temperature, rows))
+
+    def _scaled_afterwards(self, rows: slice, buffer: Tensor | None) -> Tensor:
+        """Return logits as :func:`_write` does, with the operations of :func:`areal.utils.functional.logprobs.logits` in their order."""
+        spec = self.spec
+        z = product(self.hidden[rows], self.weight.t(), self.dtypes.stats, into=buffer, bias=self.bias)
+        if self.low is not None and self.up is not None:
+            add_product(z, self.low[rows], self.up.t())
+        if spec.logit_scale != 1.0:
+            z.mul_(spec.logit_scale)
+        if spec.softcap is not None:
+            z.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        return z.div_(self.per_token(spec.temperature, rows))
 
     def softcap_tanh(self, z: Tensor, rows: slice) -> Tensor | None:
         """Return the tanh of the softcap at logits ``z`` ``[rows, V]``; ``None`` without a softcap."""

@@ -55,6 +55,7 @@ def head_outputs(
     entropy: bool = False,
     topk: int | None = None,
     fp32: bool = False,
+    scale_logits: bool = False,
     chunk_size: int | None = None,
     keep_bytes: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -82,6 +83,8 @@ def head_outputs(
         topk: number of most likely tokens to return, at most the size of the vocabulary.
         fp32: whether to keep gradients of logits in float32 where 16-bit operands are multiplied (on CUDA). Logits are
             never rounded.
+        scale_logits: whether to divide logits by the temperature, as :func:`logits` and samplers do. Otherwise operands of the product are
+            scaled where that is faster, with other rounding.
         chunk_size: number of tokens whose logits exist at a time. Defaults to 512 MiB of logits (8 MiB on a CPU).
         keep_bytes: memory for logits that are kept for the backward. Defaults to 1 GiB (128 MiB on a CPU).
         group: ranks that the vocabulary is sharded over, in consecutive blocks.
@@ -110,6 +113,7 @@ def head_outputs(
         logit_scale=float(logit_scale),
         softcap=softcap,
         fp32=fp32,
+        scale_logits=scale_logits,
         entropy=entropy,
         topk=topk or 0,
         chunk_size=chunk_size or _default_chunk(hidden, weight),
