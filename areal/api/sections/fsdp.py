@@ -102,7 +102,9 @@ class FSDPConfig(BackendConfig):
     def _check_invariance(self, config: TrainEngineConfig) -> None:
         """Refuse what computes a row in another way than the rules of batch invariance."""
         dims = config.dims
-        split = "".join(x for x, n in zip("ctpve", (dims.cp, dims.tp, dims.pp, dims.vpp, dims.ep), strict=True) if n > 1)
+        split = "".join(
+            x for x, n in zip("ctpve", (dims.cp, dims.tp, dims.pp, dims.vpp, dims.ep), strict=True) if n > 1
+        )
         if split:
             raise ValueError(
                 f"fsdp.batch_invariant = True with backend = {config.backend!r}: {split} split a sequence's products over ranks; use d and r alone"

@@ -189,7 +189,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
     rows = (out / total).transpose(1, 2).flatten(0, 1)
     result = rows.new_empty(n_queries * groups + 1, kv_heads, head_dim)
     result.index_copy_(0, tiles.rows.flatten(), rows)
-    return result[:-1].view(n_queries, groups, kv_heads, head_dim).transpose(1, 2).reshape(n_queries, -1, head_dim).to(dtype)
+    return (
+        result[:-1]
+        .view(n_queries, groups, kv_heads, head_dim)
+        .transpose(1, 2)
+        .reshape(n_queries, -1, head_dim)
+        .to(dtype)
+    )
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -289,9 +289,7 @@ class FSDPEngine(BaseTrainEngine):
         # The rules of batch invariance are those of a CPU.
         invariant = config.fsdp.batch_invariant and self.device.type == "cpu"
         attention = INVARIANT_ATTENTION if invariant else PACKED_ATTENTION
-        options: dict[str, Any] = (
-            {} if self._rows else {"attn_implementation": attention_by_part(hf_config, attention)}
-        )
+        options: dict[str, Any] = {} if self._rows else {"attn_implementation": attention_by_part(hf_config, attention)}
         # The grouped matrix product does not support float64, and has no rule of batch invariance.
         if config.dtype == "float64" or invariant:
             options["experts_implementation"] = EXPERTS

@@ -18,19 +18,20 @@ _CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Variables of the environment with which cuBLAS does not split sums over blocks."""
 
 
-def check_invariant_model(config: PretrainedConfig, option: str) -> None:
+def check_invariant_model(config: PretrainedConfig, option: str, families: frozenset[str] = INVARIANT_FAMILIES) -> None:
     """Raise if no test shows that a model's bits do not depend on the batch.
 
     Args:
         config: configuration of the model.
         option: name of the option, for the error.
+        families: supported model types.
 
     Raises:
-        ValueError: the model type is not one of :data:`INVARIANT_FAMILIES`, or its logits are scaled or capped.
+        ValueError: the model type is not one of them, or its logits are scaled or capped.
     """
-    if config.model_type not in INVARIANT_FAMILIES:
+    if config.model_type not in families:
         raise ValueError(
-            f"{option} = True with model_type = {config.model_type!r}: choose one of {', '.join(sorted(INVARIANT_FAMILIES))}, or leave it out"
+            f"{option} = True with model_type = {config.model_type!r}: choose one of {', '.join(sorted(families))}, or leave it out"
         )
     names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
     scaled = next((name for name in names if getattr(config, name, None) not in (None, 1.0)), None)

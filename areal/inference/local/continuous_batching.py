@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from areal.engine.model.hub import max_positions
 from areal.inference.local.adapter_router import AdapterRouter
-from areal.inference.local.invariant_replica import PAGED_INVARIANT
+from areal.inference.local.invariant_replica import PAGED_INVARIANT, make_invariant
 from areal.inference.local.sampler import RequestSampler
 from areal.inference.local.shared_prompts import share_by_content
 from areal.inference.protocol import checked_prompt
@@ -42,6 +42,16 @@ class GenerationLimits:
     page_size: int
     max_batch_tokens: int
     batch_invariant: bool = False
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Check the sizes, and let the model compute with the same bits in any batch if that is asked for.
+
+        Raises:
+            ValueError: names the first size out of range, or what batch invariance does not support.
+        """
+        self.check(model)
+        if self.batch_invariant:
+            make_invariant(model)
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise a ``ValueError`` that names the first size out of range."""

@@ -43,7 +43,8 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
     dtype = getattr(torch, engine.config.dtype)
     factory = model_factory(read_config(config.model))
     model: Any = factory.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
-    options = {"max_context": max_context, **_SIZES, **config.rollout}
+    invariant = {"batch_invariant": engine.config.fsdp.batch_invariant}
+    options = {"max_context": max_context, **_SIZES, **invariant, **config.rollout}
     options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
 
@@ -90,7 +91,9 @@ def _start_server(config: PolicyConfig, engine: TrainEngine, closing: ExitStack)
         if rank_in_world() or config.start_server is None:
             return None
         log = config.output / "server.log"
-        return closing.enter_context(StartedServer(config.start_server, config.model, config.server_kind, log)).url
+        invariant = engine.config.fsdp.batch_invariant
+        server = StartedServer(config.start_server, config.model, config.server_kind, log, batch_invariant=invariant)
+        return closing.enter_context(server).url
 
     return next(url for url in engine.control.attempt_and_gather(start) if url is not None)
 
