@@ -107,7 +107,7 @@ class FSDPConfig(BackendConfig):
         )
         if split:
             raise ValueError(
-                f"fsdp.batch_invariant = True with backend = {config.backend!r}: {split} split a sequence's products over ranks; use d and r alone"
+                f"fsdp.batch_invariant = True with backend = {config.backend!r}: {split} split a sequence over ranks; use d and r alone"
             )
         others = {
             "fsdp.compile = True": self.compile,

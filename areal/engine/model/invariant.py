@@ -37,7 +37,7 @@ def check_invariant_model(config: PretrainedConfig, option: str, families: froze
     scaled = next((name for name in names if getattr(config, name, None) not in (None, 1.0)), None)
     if scaled is not None:
         raise ValueError(
-            f"{option} = True with {scaled} = {getattr(config, scaled)} in config.json: logits that a model scales are not supported; leave it out"
+            f"{option} = True with {scaled} = {getattr(config, scaled)} in config.json: scaled logits are not supported; leave it out"
         )
 
 

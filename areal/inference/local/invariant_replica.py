@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from areal.engine.attention.invariant import invariant_attention
 from areal.engine.attention.kernels import AttentionOptions, Segments
+from areal.engine.lora.adapter_plan import head_name
 from areal.engine.model.fused_layers import fuse_layers
 from areal.engine.model.invariant import EXPERTS, INVARIANT_FAMILIES, check_invariant_model, switch_gpu_to_fixed_sums
 from areal.utils.functional import logits
@@ -49,6 +51,18 @@ def make_invariant(model: PreTrainedModel) -> None:
     head: Any = model.get_output_embeddings()
     head.forward = functools.partial(_head_logits, head)
     model.forward = _under_the_rules(model.forward)  # type: ignore[method-assign]
+
+
+def check_invariant_adapter(model: PreTrainedModel, layers: Collection[str]) -> None:
+    """Raise if a batch-invariant replica rounds an adapter of these layers in another way than the engine.
+
+    Raises:
+        ValueError: the output head has an adapter.
+    """
+    if model.config._attn_implementation == PAGED_INVARIANT and head_name(model) in layers:
+        raise ValueError(
+            "an adapter of the output head with batch_invariant = True: its logits have other bits than the trainer's; leave one of the two out"
+        )
 
 
 def _head_logits(head: nn.Linear, hidden: Tensor) -> Tensor:

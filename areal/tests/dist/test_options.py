@@ -264,6 +264,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "fsdp.freeze_vision": Option(True, "dist/parallel/test_images.py::test_layouts_compute_the_same*d1-frozen*"),
     "fsdp.layer_kernels": Option("liger", "unit/engine/layers/test_liger.py::test_engine_trains_with_liger_if_asked*"),
+    "fsdp.batch_invariant": Option(True, attention),
     "fsdp.compile": Option(True, compiled),
     "fsdp.compile_backend": Option(
         "aot_eager",

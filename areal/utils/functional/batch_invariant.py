@@ -143,23 +143,24 @@ def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> T
 # ---- transcendental functions
 
 
-def _in_pieces(func: Any) -> Callable[..., Tensor]:
-    """Return a function of one tensor, and options, that runs in pieces of fixed size."""
-
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not x.is_floating_point() or not x.numel():
-            out: Tensor = func(x, *args, **kwargs)
-            return out
-        flat = x.reshape(-1)
-        flat = F.pad(flat, (0, -flat.numel() % _VECTOR))
-        pieces = [func(piece, *args, **kwargs) for piece in flat.split(_PIECE)]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return whole[: x.numel()].view(x.shape)
-
-    return run
+def _in_pieces(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return ``func(x, ...)`` of a function of elements, which runs in pieces of fixed size."""
+    if not x.is_floating_point() or not x.numel():
+        out: Tensor = func(x, *args, **kwargs)
+        return out
+    flat = x.reshape(-1)
+    flat = F.pad(flat, (0, -flat.numel() % _VECTOR))
+    pieces = [func(piece, *args, **kwargs) for piece in flat.split(_PIECE)]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return whole[: x.numel()].view(x.shape)
 
 
 # ---- which rule an operation has
+
+
+def _of_pieces(func: Any) -> Callable[..., Tensor]:
+    """Return the rule of a function of elements."""
+    return lambda x, *args, **kwargs: _in_pieces(func, x, *args, **kwargs)
 
 
 def _into(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -197,11 +198,10 @@ def _rules() -> dict[Any, Callable[..., Any]]:
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         rules[torch.ops.mkldnn._linear_pointwise.default] = _onednn_linear
     for name in _FUNCTIONS:
-        function = getattr(_aten, name)
-        rules[function.default] = _in_pieces(function.default)
+        rules[getattr(_aten, name).default] = _of_pieces(getattr(_aten, name).default)
         inplace = getattr(_aten, f"{name}_", None)
         if inplace is not None:
-            rules[inplace.default] = _in_place(_in_pieces(function.default))
+            rules[inplace.default] = _in_place(_of_pieces(getattr(_aten, name).default))
     return rules
 
 
