@@ -41,7 +41,7 @@ from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
 from areal.engine.model.fused_layers import LayerFunctions, fuse_layers, fused_kinds, replace_linears
 from areal.engine.model.hub import cast_parameters, max_positions, read_config
-from areal.engine.model.invariant import EXPERTS, check_invariant_model, switch_gpu_to_fixed_sums
+from areal.engine.model.invariant import EXPERTS, check_invariant_model
 from areal.engine.model.liger import liger_functions
 from areal.engine.model.media import check_media, image_rules, media_tokens, model_factory
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
@@ -59,6 +59,7 @@ from areal.engine.torch.muon.optimizer import Muon
 from areal.engine.torch.offload import ShardedOffload
 from areal.engine.torch.pipeline_split import plan_pipeline_split
 from areal.engine.torch.weights import ShardedWeights, init_weights, load_weights
+from areal.utils import platform
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import local_part, local_shard, reshard
 from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, group_of_all_ranks, release_groups
@@ -101,7 +102,7 @@ class FSDPEngine(BaseTrainEngine):
         if config.fsdp.batch_invariant:
             check_invariant_model(hf_config, "fsdp.batch_invariant")
             if self.device.type == "cuda":
-                switch_gpu_to_fixed_sums()
+                platform.switch_gpu_to_fixed_sums()
         functions = liger_functions(hf_config.model_type, self.device) if config.fsdp.layer_kernels == "liger" else None
         # Meshes, released after the model.
         param_mesh = build_param_mesh(self.dims, self.device.type, self._groups)

@@ -1,11 +1,7 @@
-"""Models whose log-probs can be computed with the same bits in any batch, and torch's own switches on a GPU."""
+"""Models whose log-probs can be computed with the same bits in any batch."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
-import torch
 from transformers import PretrainedConfig
 
 INVARIANT_FAMILIES = frozenset({"deepseek_v3", "gemma3_text", "llama", "qwen2", "qwen3", "qwen3_moe"})
@@ -13,9 +9,6 @@ INVARIANT_FAMILIES = frozenset({"deepseek_v3", "gemma3_text", "llama", "qwen2", 
 
 EXPERTS = "eager"
 """Implementation of experts: one product for each expert, whose rows the rules of batch invariance cut into tiles."""
-
-_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Variables of the environment with which cuBLAS does not split sums over blocks."""
 
 
 def check_invariant_model(config: PretrainedConfig, option: str, families: frozenset[str] = INVARIANT_FAMILIES) -> None:
@@ -39,19 +32,3 @@ def check_invariant_model(config: PretrainedConfig, option: str, families: froze
         raise ValueError(
             f"{option} = True with {scaled} = {getattr(config, scaled)} in config.json: scaled logits are not supported; leave it out"
         )
-
-
-def switch_gpu_to_fixed_sums() -> None:
-    """Set torch's and cuBLAS's switches that keep a product's order of summation, for this process.
-
-    torch has no mode of its own in which the bits of a row do not depend on the batch: this was not run on a GPU.
-    """
-    # Read when a process calls cuBLAS first. Values of the user stay.
-    for name, value in _CUBLAS.items():
-        os.environ.setdefault(name, value)
-    torch.use_deterministic_algorithms(True)
-    matmul: Any = torch.backends.cuda.matmul
-    matmul.allow_tf32 = False
-    matmul.allow_bf16_reduced_precision_reduction = False
-    matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.preferred_blas_library("cublaslt")

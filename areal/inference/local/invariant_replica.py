@@ -14,7 +14,8 @@ from areal.engine.attention.invariant import invariant_attention
 from areal.engine.attention.kernels import AttentionOptions, Segments
 from areal.engine.lora.adapter_plan import head_name
 from areal.engine.model.fused_layers import fuse_layers
-from areal.engine.model.invariant import EXPERTS, INVARIANT_FAMILIES, check_invariant_model, switch_gpu_to_fixed_sums
+from areal.engine.model.invariant import EXPERTS, INVARIANT_FAMILIES, check_invariant_model
+from areal.utils import platform
 from areal.utils.functional import logits
 from areal.utils.functional.batch_invariant import batch_invariant
 from areal.utils.releases import require_release
@@ -29,7 +30,7 @@ REPLICA_FAMILIES = INVARIANT_FAMILIES - {"deepseek_v3", "gemma3_text"}
 def make_invariant(model: PreTrainedModel) -> None:
     """Let a replica compute with the same bits in any batch, as the FSDP engine with ``batch_invariant`` does, in place.
 
-    On a GPU, torch's own switches are set instead; see :func:`~areal.engine.model.invariant.switch_gpu_to_fixed_sums`.
+    On a GPU, torch's own switches are set instead; see :func:`~areal.utils.platform.switch_gpu_to_fixed_sums`.
 
     Raises:
         ValueError: no test shows the bits of such a model, or the installed transformers has another cache.
@@ -42,11 +43,11 @@ def make_invariant(model: PreTrainedModel) -> None:
     if model.dtype == torch.float64:
         raise ValueError(f"{option} = True with dtype = float64: log-probs of answers are float32; load it in float32")
     if model.device.type == "cuda":
-        switch_gpu_to_fixed_sums()
+        platform.switch_gpu_to_fixed_sums()
         return
     # The layers of the engine. Experts are one product each.
     fuse_layers(model, model.config.model_type)
-    if model._can_set_experts_implementation():
+    if getattr(model.config, "num_experts", None):
         model.set_experts_implementation(EXPERTS)
     head: Any = model.get_output_embeddings()
     head.forward = functools.partial(_head_logits, head)

@@ -31,7 +31,7 @@ def requests() -> list[Request]:
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (1, 17, 33, 64)]
     common = torch.randint(3, VOCAB, (50,), generator=generator).tolist()
     prompts += [common, common, common, [*common[:40], 5, 6]]
-    return [(prompt, (3, 20, 32, 9)[i % 4]) for i, prompt in enumerate(prompts)]
+    return [(prompt, (3, 14, 9, 5)[i % 4]) for i, prompt in enumerate(prompts)]
 
 
 def rollout(path: str, dtype: str, *, invariant: bool, **options: Any) -> LocalRollout:
