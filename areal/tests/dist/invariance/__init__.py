@@ -1,0 +1,1 @@
+"""Optimizers whose updates need more than the elements of a shard."""
