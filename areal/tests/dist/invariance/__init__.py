@@ -1,1 +1,1 @@
-"""Optimizers whose updates need more than the elements of a shard."""
+"""Numbers whose bits do not depend on the batch: of the trainer alone, and of trainer and sampler."""

@@ -13,13 +13,13 @@ from areal.engine.attention.invariant import KEY_BLOCK
 from areal.engine.attention.kernels import AttentionOptions, Segments
 from areal.tests.mutants.planting import Function, mutant
 
-_PRODUCTS = "unit/logprobs/test_batch_invariant.py::test_rows_of_products_have_the_same_bits_in_any_number*256*float32*"
-_FUNCTIONS = "unit/logprobs/test_batch_invariant.py::test_functions_have_the_same_bits_at_any_place*float32*"
+_PRODUCTS = "unit/logprobs/test_batch_invariant.py::test_rows_of_products_have_the_same_bits_in_any_number[(256, 688)-torch.float32]"
+_FUNCTIONS = "unit/logprobs/test_batch_invariant.py::test_functions_have_the_same_bits_at_any_place[silu-torch.float32]"
 _ATTENTION = (
     "unit/attention/test_invariant_attention.py::test_a_sequence_has_the_same_bits_in_every_way[full-torch.float32]"
 )
 _SAMPLER = "dist/invariance/test_trainer_equals_sampler.py::{}"
-_ANSWERS = _SAMPLER.format("test_answers_have_the_log_probs_of_the_trainer[qwen3-float32]")
+_ANSWERS = _SAMPLER.format("test_answers_have_the_log_probs_of_the_trainer[w1-qwen3-float32]")
 
 
 @mutant("areal.utils.functional.batch_invariant:_rules", _PRODUCTS, _ANSWERS)
@@ -72,7 +72,7 @@ def temperature_in_the_product(right: Function) -> Function:
 
 @mutant(
     "areal.inference.local.invariant_replica:_head_logits",
-    _SAMPLER.format("test_answers_have_the_log_probs_of_the_trainer[qwen3-bfloat16]"),
+    _SAMPLER.format("test_answers_have_the_log_probs_of_the_trainer[w1-qwen3-bfloat16]"),
 )
 def logits_rounded_to_16_bits(right: Function) -> Function:
     """The head of the replica rounds logits to the dtype of its weight."""
