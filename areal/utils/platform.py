@@ -335,3 +335,23 @@ def leave_tpu_alone() -> None:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Variables of the environment with which cuBLAS does not split sums over blocks."""
+
+
+def switch_gpu_to_fixed_sums() -> None:
+    """Set torch's and cuBLAS's switches that keep a product's order of summation, for this process.
+
+    torch has no mode of its own in which the bits of a row do not depend on the batch: this was not run on a GPU.
+    """
+    # Read when a process calls cuBLAS first. Values of the user stay.
+    for name, value in _CUBLAS.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    matmul: Any = torch.backends.cuda.matmul
+    matmul.allow_tf32 = False
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.preferred_blas_library("cublaslt")

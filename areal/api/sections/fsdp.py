@@ -63,6 +63,10 @@ class FSDPConfig(BackendConfig):
     quantization: QuantizationConfig | None = Field(
         default=None, description="Train with the rounding of servers; None does not round."
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="Compute a sequence's log-probs with the same bits in any batch, also in LocalRollout; see docs/batch-invariance.md.",
+    )
     compile: bool = Field(default=False, description="Compile each layer with torch.compile, once for all lengths.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile, by name.")
 
@@ -89,6 +93,8 @@ class FSDPConfig(BackendConfig):
             )
         if self.quantization is not None:
             self._check_quantization(config)
+        if self.batch_invariant:
+            self._check_invariance(config)
         # Adapters have float32 moments, replicated over ranks: only the frozen model is sharded by the engine.
         narrow, optimizer = self.optimizer_state_dtype == "bfloat16", config.optimizer
         if narrow and config.lora is not None:
@@ -110,3 +116,25 @@ class FSDPConfig(BackendConfig):
             raise ValueError(
                 f"fsdp.quantization with {other}: rounding needs whole weights in eager layers; leave one out"
             )
+
+    def _check_invariance(self, config: TrainEngineConfig) -> None:
+        """Refuse what computes a row in another way than the rules of batch invariance."""
+        dims = config.dims
+        split = "".join(
+            x for x, n in zip("ctpve", (dims.cp, dims.tp, dims.pp, dims.vpp, dims.ep), strict=True) if n > 1
+        )
+        if split:
+            raise ValueError(
+                f"fsdp.batch_invariant = True with backend = {config.backend!r}: {split} split a sequence over ranks; use d and r alone"
+            )
+        others = {
+            "fsdp.compile = True": self.compile,
+            f"fsdp.layer_kernels = {self.layer_kernels!r}": self.layer_kernels != "torch",
+            f"fsdp.attention = {self.attention!r}": self.attention == "rows",
+            "fp32_head = True": config.fp32_head,
+            "fsdp.quantization": self.quantization is not None,
+            "fsdp.activation_offload = True": self.activation_offload,
+        }
+        refused = next((name for name, given in others.items() if given), None)
+        if refused is not None:
+            raise ValueError(f"fsdp.batch_invariant = True with {refused}: leave one of the two out")

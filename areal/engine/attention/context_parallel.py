@@ -7,6 +7,7 @@ summands of the sum over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -26,6 +27,10 @@ from areal.utils.collectives import all_gather_rows
 
 ContextParallelMode = Literal["ulysses", "gather_kv"]
 """``ulysses`` exchanges tokens for heads by all-to-all; ``gather_kv`` all-gathers keys and values, for any number of heads."""
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Segments, AttentionOptions], Tensor]
+"""Attention on one rank, as :func:`~areal.engine.attention.kernels.packed_attention`."""
 
 
 def choose_mode(
@@ -165,11 +170,14 @@ class AttentionLayout:
     keys: dict[int | None, Segments] = field(default_factory=dict, repr=False)
     chunks: RunChunks | None = field(default=None, repr=False)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, kernel: Kernel = packed_attention
+    ) -> Tensor:
         """Compute causal attention of this rank's tokens within their sequences. Collective with several ranks.
 
         Args:
             q, k, v: ``[T / size, Hq, D]``, ``[T / size, Hkv, D]`` and ``[T / size, Hkv, Dv]``. This rank's slices.
+            kernel: attention of one rank that has all tokens.
 
         Returns:
             ``[T / size, Hq, Dv]``, in the dtype of ``q``.
@@ -181,7 +189,7 @@ class AttentionLayout:
         if q.shape[0] != expected:
             raise ValueError(f"attention got {q.shape[0]} tokens where this rank's share of the layout is {expected}")
         if self.cp.group is None or self.cp.size == 1:
-            return packed_attention(q, k, v, self.segments, options)
+            return kernel(q, k, v, self.segments, options)
         if self.cp.mode == "ulysses":
             return ulysses_attention(q, k, v, self.segments, self.cp.group, options)
         return gather_kv_attention(q, k, v, self._keys_for(options.window), self.cp.group, options)

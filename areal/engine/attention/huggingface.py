@@ -1,4 +1,4 @@
-"""Packed attention for Hugging Face models, registered with transformers as :data:`PACKED_ATTENTION`.
+"""Packed attention for Hugging Face models, registered with transformers as :data:`PACKED_ATTENTION` and :data:`INVARIANT_ATTENTION`.
 
 A model is built with ``attn_implementation=PACKED_ATTENTION`` and called with ``packed=layout``, ``attention_mask=None`` and
 ``use_cache=False``. transformers passes ``packed`` through to every attention layer. No mask function is registered under
@@ -7,17 +7,22 @@ that name, so that transformers builds no mask: the layout defines which tokens 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from areal.engine.attention.context_parallel import AttentionLayout
-from areal.engine.attention.kernels import AttentionOptions
+from areal.engine.attention.context_parallel import AttentionLayout, Kernel
+from areal.engine.attention.invariant import invariant_attention
+from areal.engine.attention.kernels import AttentionOptions, packed_attention
 
 PACKED_ATTENTION = "areal_packed"
 """Name of the attention implementation."""
+
+INVARIANT_ATTENTION = "areal_batch_invariant"
+"""Name of the implementation whose bits do not depend on the packing."""
 
 _HARMLESS = frozenset(
     {
@@ -55,6 +60,7 @@ def packed_attention_forward(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    kernel: Kernel = packed_attention,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute packed attention, with the signature that transformers calls.
@@ -70,6 +76,7 @@ def packed_attention_forward(
         s_aux: ``[Hq]``. Attention sinks.
         softcap: bound of the logits, or ``None``.
         is_causal: must not be False.
+        kernel: attention of one rank that has all tokens.
         kwargs: other arguments of the model. Arguments that could change the result are refused.
 
     Returns:
@@ -103,6 +110,7 @@ def packed_attention_forward(
             sinks=s_aux,
             softcap=softcap,
         ),
+        kernel=kernel,
     )
     return out.unsqueeze(0), None
 
@@ -133,3 +141,6 @@ def _is_unset(value: Any) -> bool:
 
 # Not compiled: lengths of sequences are Python numbers here, so that every batch would compile another graph.
 AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))
+AttentionInterface.register(
+    INVARIANT_ATTENTION, torch.compiler.disable(partial(packed_attention_forward, kernel=invariant_attention))
+)

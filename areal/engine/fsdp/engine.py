@@ -19,7 +19,7 @@ from areal.api.microbatch import MicroBatch
 from areal.api.sections.fsdp import FSDPConfig
 from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
-from areal.engine.attention.huggingface import PACKED_ATTENTION
+from areal.engine.attention.huggingface import INVARIANT_ATTENTION, PACKED_ATTENTION
 from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.batch_rules import check_sharing
@@ -42,6 +42,7 @@ from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
 from areal.engine.model.fused_layers import LayerFunctions, fuse_layers, fused_kinds, replace_linears
 from areal.engine.model.hub import cast_parameters, max_positions, read_config
+from areal.engine.model.invariant import EXPERTS, check_invariant_model
 from areal.engine.model.liger import liger_functions
 from areal.engine.model.media import check_media, image_rules, media_tokens, model_factory
 from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
@@ -61,6 +62,7 @@ from areal.engine.torch.offload import ShardedOffload
 from areal.engine.torch.pipeline_split import plan_pipeline_split
 from areal.engine.torch.quantization.layers import round_layers
 from areal.engine.torch.weights import ShardedWeights, init_weights, load_weights
+from areal.utils import platform
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import local_part, local_shard, reshard
 from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, group_of_all_ranks, release_groups
@@ -101,6 +103,10 @@ class FSDPEngine(BaseTrainEngine):
         check_sharing(config.mb_spec, possible=not self._rows)
         check_plan(hf_config, self.dims, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)
+        if config.fsdp.batch_invariant:
+            check_invariant_model(hf_config, "fsdp.batch_invariant")
+            if self.device.type == "cuda":
+                platform.switch_gpu_to_fixed_sums()
         functions = liger_functions(hf_config.model_type, self.device) if config.fsdp.layer_kernels == "liger" else None
         # Meshes, released after the model.
         param_mesh = build_param_mesh(self.dims, self.device.type, self._groups)
@@ -203,6 +209,8 @@ class FSDPEngine(BaseTrainEngine):
             attention = f"{chunks.full_model.hf.config._attn_implementation} of transformers, one sequence per row"
         else:
             attention = f"{kernel_name(self.device, torch_dtype(config.dtype))}, packed sequences"
+        if fsdp.batch_invariant:
+            attention += ", batch-invariant" if self.device.type == "cpu" else ", torch's deterministic algorithms"
         if cp.size > 1:
             attention += f", {cp.mode} over {cp.size} ranks"
         checkpointing: str = config.activation_checkpointing
@@ -297,12 +305,13 @@ class FSDPEngine(BaseTrainEngine):
     def _meta_model(self, hf_config: PretrainedConfig) -> PackedCausalLM:
         """Build the full model on the meta device, without values."""
         config = self.config
-        options: dict[str, Any] = (
-            {} if self._rows else {"attn_implementation": attention_by_part(hf_config, PACKED_ATTENTION)}
-        )
-        # The grouped matrix product does not support float64.
-        if config.dtype == "float64":
-            options["experts_implementation"] = "eager"
+        # The rules of batch invariance are those of a CPU.
+        invariant = config.fsdp.batch_invariant and self.device.type == "cpu"
+        attention = INVARIANT_ATTENTION if invariant else PACKED_ATTENTION
+        options: dict[str, Any] = {} if self._rows else {"attn_implementation": attention_by_part(hf_config, attention)}
+        # The grouped matrix product does not support float64, and has no rule of batch invariance.
+        if config.dtype == "float64" or invariant:
+            options["experts_implementation"] = EXPERTS
         with torch.device("meta"):
             hf = model_factory(hf_config).from_config(
                 # A copy: transformers writes the implementations into the configuration.
@@ -310,7 +319,7 @@ class FSDPEngine(BaseTrainEngine):
                 dtype=torch_dtype(config.master_dtype),
                 **options,
             )
-            if not self._rows and hf.config.get_text_config()._attn_implementation != PACKED_ATTENTION:
+            if not self._rows and hf.config.get_text_config()._attn_implementation != attention:
                 raise ValueError(f"{type(hf).__name__} did not take the packed attention: set fsdp.attention='rows'")
             model = PackedCausalLM(
                 hf,
@@ -318,6 +327,7 @@ class FSDPEngine(BaseTrainEngine):
                 fp32_head=config.fp32_head,
                 keep_bytes=config.kept_logits_bytes,
                 own_head=self._own_head,
+                invariant=invariant,
             )
             # FSDP shards parameters of one dtype.
             cast_parameters(model, torch_dtype(config.master_dtype))

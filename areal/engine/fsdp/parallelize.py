@@ -22,6 +22,7 @@ from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.model.stacked_experts import stacked_experts
 from areal.engine.model.vision import vision_layers
 from areal.engine.recurrence.functions import keep_running
+from areal.utils.functional.batch_invariant import batch_invariant
 from areal.utils.mesh import submesh
 
 
@@ -46,10 +47,11 @@ def parallelize(
     # themselves what selective checkpointing does.
     if not (config.fsdp.compile and config.activation_checkpointing == "selective"):
         checkpoint_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
-        if model.recurrence is not None:
-            for layer in layers:
-                if isinstance(layer.forward, RecomputedForward):
-                    layer.forward.remember.append(keep_running)
+        for layer in layers:
+            if isinstance(layer.forward, RecomputedForward):
+                layer.forward.remember += [keep_running] if model.recurrence is not None else []
+                # A recomputation has the bits of the forward: routers choose the same experts.
+                layer.forward.remember += [lambda: batch_invariant] if model.invariant else []
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
         # A pipeline stage runs several forwards before the first backward: by default its weights stay gathered.

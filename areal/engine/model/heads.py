@@ -53,13 +53,21 @@ class LinearHead:
         weight: function that returns the weight, ``[V, H]`` (this rank's rows). It is called only if an output needs the head.
         keep_bytes: see :func:`~areal.utils.functional.logprobs.head_outputs`.
         fraction: fraction of these bytes that this head may keep.
+        scale_logits: see :func:`~areal.utils.functional.logprobs.head_outputs`.
         options: arguments of both :func:`~areal.utils.functional.logprobs.head_outputs` and ``logits``.
     """
 
     def __init__(
-        self, weight: Callable[[], Tensor], *, keep_bytes: int | None, fraction: float = 1.0, **options: Any
+        self,
+        weight: Callable[[], Tensor],
+        *,
+        keep_bytes: int | None,
+        fraction: float = 1.0,
+        scale_logits: bool = False,
+        **options: Any,
     ) -> None:
         self._weight, self._keep_bytes, self._fraction, self._options = weight, keep_bytes, fraction, options
+        self._scale_logits = scale_logits
 
     def logits(self, hidden: Tensor, temperature: float | Tensor) -> Tensor:
         return logits(hidden, self._weight(), temperature=temperature, **self._options)
@@ -68,7 +76,8 @@ class LinearHead:
         keep = self._keep_bytes
         if self._fraction < 1.0:
             keep = int(self._fraction * (default_keep_bytes(hidden.device) if keep is None else keep))
-        return head_outputs(hidden, self._weight(), targets, keep_bytes=keep, **requested, **self._options)
+        requested |= {"keep_bytes": keep, "scale_logits": self._scale_logits}
+        return head_outputs(hidden, self._weight(), targets, **requested, **self._options)
 
 
 class HeadOfRuns:

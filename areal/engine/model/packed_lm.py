@@ -32,6 +32,7 @@ from areal.engine.recurrence.rows import run_in_rows
 from areal.engine.stream.layout import AdapterRuns, layout_of, pad_rows
 from areal.utils.data.sequences import ROUTED_EXPERTS
 from areal.utils.dtensor import local_part
+from areal.utils.functional.batch_invariant import batch_invariant
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class PackedCausalLM(nn.Module):
         value_head: whether to add a value head.
         fp32_head: whether to multiply by the head's weight in float32.
         keep_bytes: memory for logits that are kept for the backward; see :func:`~areal.utils.functional.logprobs.head_outputs`.
+        invariant: compute with the same bits in any batch; see :mod:`areal.utils.functional.batch_invariant`.
         own_head: compute logits by the model's own code after its decoder, for models whose logits are more than a product
             with a weight.
 
@@ -84,6 +86,7 @@ class PackedCausalLM(nn.Module):
         vocab_group: ranks that the output head is sharded over, or ``None``.
         has_head: False for a pipeline stage before the last.
         head_update: function that returns the low-rank update of the output head by an adapter, or ``None`` without one.
+        invariant: whether its bits do not depend on the batch.
         recurrence: what recurrent layers of the model need of a stream; ``None`` for a model without them.
     """
 
@@ -95,6 +98,7 @@ class PackedCausalLM(nn.Module):
         fp32_head: bool = False,
         keep_bytes: int | None = None,
         own_head: bool = False,
+        invariant: bool = False,
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -103,6 +107,7 @@ class PackedCausalLM(nn.Module):
         like, width = hf.get_output_embeddings().weight, hf.config.get_text_config().hidden_size
         self.value_head = make_value_head(hf.config, width, like) if value_head else None
         self._fp32_head, self._keep_bytes = fp32_head, keep_bytes
+        self.invariant = invariant
         text = hf.config.get_text_config()
         # Granite divides its logits, Cohere multiplies them, Gemma caps them. These belong to the model and come before the
         # temperature.
@@ -126,6 +131,11 @@ class PackedCausalLM(nn.Module):
         return rows if self._own_head is None else self._own_head.vocab_size(rows)
 
     def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
+        """Run :meth:`_run`, with the same bits in any batch if that was asked for."""
+        with batch_invariant() if self.invariant else nullcontext():
+            return self._run(inputs, hidden)
+
+    def _run(self, inputs: ModelInputs, hidden: Tensor | None) -> Any:
         """Return outputs by name, each ``[T, ...]`` for this rank's tokens (``[R, ...]`` with ``inputs.output_rows``).
 
         A pipeline stage before the last returns its hidden states ``[1, T, H]`` instead.
@@ -159,6 +169,7 @@ class PackedCausalLM(nn.Module):
             softcap=self._softcap,
             fp32=self._fp32_head,
             group=self.vocab_group,
+            scale_logits=self.invariant,
         )
         return head_of_runs(make, self.head_update, adapters)
 

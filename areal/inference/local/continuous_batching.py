@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from areal.engine.model.hub import max_positions
 from areal.inference.local.adapter_router import AdapterRouter
+from areal.inference.local.invariant_replica import PAGED_INVARIANT, make_invariant
 from areal.inference.local.sampler import RequestSampler
 from areal.inference.local.shared_prompts import share_by_content
 from areal.inference.protocol import checked_prompt
@@ -40,6 +41,17 @@ class GenerationLimits:
     cache_tokens: int
     page_size: int
     max_batch_tokens: int
+    batch_invariant: bool = False
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Check the sizes, and let the model compute with the same bits in any batch if that is asked for.
+
+        Raises:
+            ValueError: names the first size out of range, or what batch invariance does not support.
+        """
+        self.check(model)
+        if self.batch_invariant:
+            make_invariant(model)
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise a ``ValueError`` that names the first size out of range."""
@@ -91,6 +103,9 @@ class GenerationLimits:
             raise ValueError(f"{type(model).__name__} cannot generate: the replica is to be a causal language model")
         # Before that, generation cannot pause for new weights.
         require_release("transformers", (5, 19), "LocalRollout")
+        invariant = self.batch_invariant and model.device.type == "cpu"
+        if invariant:  # the manager accepts attention that it knows
+            model.set_attn_implementation("sdpa")
         manager = GenerationManager(
             router,
             finished,
@@ -113,6 +128,8 @@ class GenerationLimits:
         if manager.logit_processor is None or manager.is_running():
             raise RuntimeError("this release of transformers takes its logits processors otherwise")
         manager.logit_processor = sampler
+        if invariant:
+            model.set_attn_implementation(PAGED_INVARIANT)
         return manager
 
 

@@ -60,9 +60,10 @@ class LocalRollout:
         max_batch_tokens: maximum number of tokens of one forward. Use few on a CPU, where ``sdpa`` attends over all sequences of a forward.
         seed: seed of the seeds of requests without one, in order of arrival. ``None`` uses the system's entropy.
         tokenizer: tokenizer of the model, for requests with stop strings.
+        batch_invariant: compute on a CPU with the bits of an FSDP engine with this option, in any batch; see docs/batch-invariance.md.
 
     Raises:
-        ValueError: a number is out of range, or the model's attention is not supported.
+        ValueError: a number is out of range, or the model's attention is not supported, or not with ``batch_invariant``.
     """
 
     def __init__(
@@ -77,24 +78,25 @@ class LocalRollout:
         max_batch_tokens: int = 256,
         seed: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if cache_tokens is None:
             cache_tokens = -(-max_context // page_size) * page_size * max_requests
-        self._limits = GenerationLimits(max_context, max_requests, cache_tokens, page_size, max_batch_tokens)
-        self._limits.check(model)
+        self._limits = GenerationLimits(
+            max_context, max_requests, cache_tokens, page_size, max_batch_tokens, batch_invariant
+        )
+        self._limits.prepare(model)
         self.model, self.max_context = model, max_context
         self._vocab = model.config.get_text_config().vocab_size
-        self._end_tokens = end_tokens(model)
-        self._tokenizer = tokenizer
+        self._end_tokens, self._tokenizer = end_tokens(model), tokenizer
         self._adapters, self._router, self._images = ServedAdapters(model), AdapterRouter(model), ImageReader(model)
         routers = (self._router, ImageRouter(model))
         self._requests = RunningRequests(self._adapters, page_size, version, routers, media_tokens(model.config, None))
         self._sampler, self._lock = self._requests.sampler, self._requests.lock
         self._seeds = np.random.default_rng(seed)
         self._updating = threading.RLock()  # held by update, sleep, wake and close
-        self._failed = False
+        self._failed = self._asleep = False
         self._broken: str | None = None
-        self._asleep = False
         self._scorer = PromptScorer(model, self._router, max_batch_tokens, self._scoring)
         self._memory = HostMemory({"params": self._tensors})
         self._start()
@@ -359,18 +361,16 @@ class LocalRollout:
         if self._requests.closed or self._asleep:
             raise RuntimeError(_CLOSED if self._requests.closed else _ASLEEP)
         if self._failed or not self._manager.is_running():
-            raise RuntimeError(f"generation has failed: {self._cause()}") from self._fatal()
+            cause = self._manager.background_thread_status.fatal_error
+            raise RuntimeError(f"generation has failed: {self._cause()}") from cause
 
     def _check_whole(self) -> None:
         """Raise a ``RuntimeError`` if an update has ended half-way."""
         if self._broken is not None:
             raise RuntimeError(f"{self._broken}: the weights are mixed. Send a whole update before generating")
 
-    def _fatal(self) -> BaseException | None:
-        return self._manager.background_thread_status.fatal_error
-
     def _cause(self) -> str:
-        error = self._fatal()
+        error = self._manager.background_thread_status.fatal_error
         return "its thread is gone" if error is None else f"{type(error).__name__}: {error}"
 
     @contextmanager

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from areal.engine.lora.adapter_plan import AdapterPlan
 from areal.engine.lora.adapter_set import peft_format
+from areal.inference.local.invariant_replica import check_invariant_adapter
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class ServedFactors:
         if isinstance(rows, slice):
             out[rows].addmm_(low, self.up.t(), alpha=self.scale)
         else:
-            out.index_add_(0, rows, low @ self.up.t(), alpha=self.scale)
+            # Rounded as in the other case.
+            out.index_copy_(0, rows, torch.addmm(out[rows], low, self.up.t(), alpha=self.scale))
 
 
 class ServedAdapter:
@@ -98,10 +100,11 @@ class ServedAdapters:
         """Read an adapter from a directory in peft's format to the model's device and dtype.
 
         Raises:
-            ValueError: the directory is damaged or of another model.
+            ValueError: the directory is damaged or of another model, or a batch-invariant replica does not support it.
         """
         base = self._config.name_or_path or None
         plan, weights = peft_format().read_folder(folder, self._config, base, self._plans)
+        check_invariant_adapter(self._model, [target.key for target in plan.targets])
         device, dtype = self._model.device, self._model.dtype
         factors = {
             # Converted before they are moved: the copy to a device is complete when it returns.

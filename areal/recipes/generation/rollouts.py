@@ -44,7 +44,8 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
     dtype = getattr(torch, engine.config.dtype)
     factory = model_factory(read_config(config.model))
     model: Any = factory.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
-    options = {"max_context": max_context, **_SIZES, **config.rollout}
+    invariant = {"batch_invariant": engine.config.fsdp.batch_invariant}
+    options = {"max_context": max_context, **_SIZES, **invariant, **config.rollout}
     options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
 
@@ -106,7 +107,10 @@ def _start_server(config: PolicyConfig, engine: TrainEngine, closing: ExitStack)
             return None
         log = config.output / "server.log"
         flags = ("--enable-return-routed-experts",) if config.routing_replay else ()
-        server = StartedServer(config.start_server, config.model, config.server_kind, log, flags=flags)
+        invariant = engine.config.fsdp.batch_invariant
+        server = StartedServer(
+            config.start_server, config.model, config.server_kind, log, flags=flags, batch_invariant=invariant
+        )
         return closing.enter_context(server).url
 
     return next(url for url in engine.control.attempt_and_gather(start) if url is not None)

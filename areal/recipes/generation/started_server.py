@@ -22,6 +22,8 @@ _OPTIONS = {
 """Options with which a server of a kind must be started."""
 _VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 """Environment variables with which vLLM must be started."""
+_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+"""Variable of vLLM's own mode of batch invariance."""
 _SHOWN = 3000
 """Characters of the log in an error."""
 
@@ -37,6 +39,7 @@ class StartedServer:
         log: file of its output.
         flags: further options, which the run needs.
         start_seconds: time limit until it answers.
+        batch_invariant: start vLLM in its own mode of batch invariance.
 
     Attributes:
         url: its address.
@@ -51,6 +54,7 @@ class StartedServer:
         *,
         flags: Sequence[str] = (),
         start_seconds: float = 600.0,
+        batch_invariant: bool = False,
     ) -> None:
         self._log, self._start_seconds = log, start_seconds
         with socket.socket() as free:
@@ -60,6 +64,7 @@ class StartedServer:
         named = ("--model-path", model) if kind == "sglang" else (model,)
         options = ("--host", "127.0.0.1", "--port", str(port), *_OPTIONS[kind], *flags)
         self._command = [*shlex.split(command), *named, *options]
+        self._variables = {**_VARIABLES, **(_INVARIANT if batch_invariant else {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -70,7 +75,7 @@ class StartedServer:
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
-            variables = [f"{name}={value}" for name, value in _VARIABLES.items()]
+            variables = [f"{name}={value}" for name, value in self._variables.items()]
             kept = [sys.executable, "-I", "-S", str(keeper.__file__), "env", *variables, *self._command]
             self._process = subprocess.Popen(kept, stdin=subprocess.PIPE, stdout=log, stderr=log)
         end = time.monotonic() + self._start_seconds

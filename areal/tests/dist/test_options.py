@@ -150,6 +150,7 @@ OPTIONS: dict[str, Option] = {
     "fsdp.quantization.format": Option("fp8_blocks", numbers, {"fsdp.quantization": {}}),
     "fsdp.quantization.group_size": Option(8, numbers, INT4),
     "fsdp.quantization.exclude": Option(("up_proj",), numbers, INT4),
+    "fsdp.batch_invariant": Option(True, attention),
     "fsdp.compile": Option(True, compiled),
     "fsdp.compile_backend": Option(
         "aot_eager",

@@ -79,6 +79,8 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_non_persistent_buffers_set": ("torch.nn:Module", _OLD),
     # tools
     "_pytree": ("torch.utils", _OLD),
+    "_C": ("torch", _OLD),
+    "_dispatch_has_kernel_for_dispatch_key": ("torch._C", _OLD),
     "_device_constructors": ("torch.utils._device", _OLD),
     "TorchDispatchMode": ("torch.utils._python_dispatch", _OLD),
     "_dynamo": ("torch", _OLD),

@@ -11,6 +11,7 @@ import areal.tests.mutants.bugs.empty_ranks
 import areal.tests.mutants.bugs.faults
 import areal.tests.mutants.bugs.kernels.attention
 import areal.tests.mutants.bugs.kernels.head
+import areal.tests.mutants.bugs.kernels.invariance
 import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
 import areal.tests.mutants.bugs.model.layers

@@ -24,67 +24,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal.api import IGNORE_INDEX
-from areal.utils.functional.product import add_product, onednn_computes, operand_dtype, product
-from areal.utils.functional.vocab_parallel import VocabShard
-
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """Settings of a head: how logits are computed from hidden states, and which results are requested.
-
-    Attributes:
-        temperature: number, or ``[T]``.
-        logit_scale: factor of the model on its logits.
-        softcap: bound of the model on its logits, or ``None``.
-        fp32: whether not to round any operand of a product, gradients included.
-        entropy: whether to compute the entropy.
-        topk: number of most likely tokens to return; 0 for none.
-        chunk_size: number of tokens whose logits exist at a time.
-        keep_bytes: memory for logits that are kept for the backward.
-        shard: rows of the vocabulary on this rank.
-    """
-
-    temperature: float | Tensor
-    logit_scale: float
-    softcap: float | None
-    fp32: bool
-    entropy: bool
-    topk: int
-    chunk_size: int
-    keep_bytes: int
-    shard: VocabShard
-
-    def dtypes(self, hidden: Tensor, weight: Tensor) -> HeadDtypes:
-        """Return the dtypes of the head's products and statistics."""
-        return head_dtypes(hidden, weight, fp32=self.fp32)
-
-
-class HeadDtypes(NamedTuple):
-    """Dtypes of a head.
-
-    Attributes:
-        inputs: of hidden states and weight where they are multiplied. Both are exact in it.
-        results: of computed operands of a product: projections of an update, gradients of logits. Rounds unless it is ``stats``.
-        stats: of logits and everything computed from them: float32 or float64.
-    """
-
-    inputs: torch.dtype
-    results: torch.dtype
-    stats: torch.dtype
-
-
-def head_dtypes(hidden: Tensor, weight: Tensor, *, fp32: bool) -> HeadDtypes:
-    """Return the dtypes of a head with these inputs. ``fp32``: round no operand of a product."""
-    compute = torch.promote_types(hidden.dtype, weight.dtype)
-    stats = torch.promote_types(compute, torch.float32)
-    inputs = operand_dtype(compute, stats, hidden.device)
-    return HeadDtypes(inputs, stats if fp32 else inputs, stats)
+from areal.utils.functional.head_spec import HeadSpec
+from areal.utils.functional.product import add_product, onednn_computes, product
 
 
 class _Chunks:
@@ -157,6 +104,8 @@ class _Chunks:
 
     def _write(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
         """Return logits after scale, softcap and temperature, in the buffer if the product writes to one, or else in new memory."""
+        if self.spec.scale_logits:
+            return self._scaled_afterwards(rows, buffer)
         # A number is a factor of the product itself. Factors per token scale the hidden states if these are not rounded.
         cap, factor = self.spec.softcap, self.factor(rows)
         scale = self.spec.logit_scale / cap if cap is not None else factor
@@ -174,6 +123,18 @@ class _Chunks:
             z.mul_(per_token)
         # Softcap is followed by the temperature: cap * tanh(scale * x / cap) / temperature.
         return z if cap is None else z.tanh_().mul_(cap / self.per_token(self.spec.temperature, rows))
+
+    def _scaled_afterwards(self, rows: slice, buffer: Tensor | None) -> Tensor:
+        """Return logits as :func:`_write` does, with the operations of :func:`areal.utils.functional.logprobs.logits` in their order."""
+        spec = self.spec
+        z = product(self.hidden[rows], self.weight.t(), self.dtypes.stats, into=buffer, bias=self.bias)
+        if self.low is not None and self.up is not None:
+            add_product(z, self.low[rows], self.up.t())
+        if spec.logit_scale != 1.0:
+            z.mul_(spec.logit_scale)
+        if spec.softcap is not None:
+            z.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        return z.div_(self.per_token(spec.temperature, rows))
 
     def softcap_tanh(self, z: Tensor, rows: slice) -> Tensor | None:
         """Return the tanh of the softcap at logits ``z`` ``[rows, V]``; ``None`` without a softcap."""

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api import IGNORE_INDEX, TopKOutput
-from areal.utils.functional.chunked_head import ChunkedHead, HeadSpec, head_dtypes
+from areal.utils.functional.chunked_head import ChunkedHead
+from areal.utils.functional.head_spec import HeadSpec, head_dtypes
 from areal.utils.functional.head_update import HeadUpdate, check_update
 from areal.utils.functional.product import WideLinear
 from areal.utils.functional.vocab_parallel import GatheredVocab, ReplicatedInput, VocabShard
@@ -55,6 +56,7 @@ def head_outputs(
     entropy: bool = False,
     topk: int | None = None,
     fp32: bool = False,
+    scale_logits: bool = False,
     chunk_size: int | None = None,
     keep_bytes: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -76,12 +78,12 @@ def head_outputs(
         bias: ``[V]`` or ``[V_r]``.
         update: low-rank update of the weight, which is not changed itself.
         temperature: positive number, or ``[T]``. Receives no gradient.
-        logit_scale: factor of the model on its logits.
-        softcap: bound of the model on its logits.
+        logit_scale, softcap: factor and bound of the model on its logits.
         entropy: whether to return the entropy.
         topk: number of most likely tokens to return, at most the size of the vocabulary.
         fp32: whether to keep gradients of logits in float32 where 16-bit operands are multiplied (on CUDA). Logits are
             never rounded.
+        scale_logits: divide logits by the temperature, as samplers do. Otherwise a product's operands are scaled where that is faster.
         chunk_size: number of tokens whose logits exist at a time. Defaults to 512 MiB of logits (8 MiB on a CPU).
         keep_bytes: memory for logits that are kept for the backward. Defaults to 1 GiB (128 MiB on a CPU).
         group: ranks that the vocabulary is sharded over, in consecutive blocks.
@@ -110,6 +112,7 @@ def head_outputs(
         logit_scale=float(logit_scale),
         softcap=softcap,
         fp32=fp32,
+        scale_logits=scale_logits,
         entropy=entropy,
         topk=topk or 0,
         chunk_size=chunk_size or _default_chunk(hidden, weight),
@@ -118,16 +121,19 @@ def head_outputs(
     )
     columns = targets.unsqueeze(1) if targets is not None and targets.ndim == 1 else targets
     with _no_autocast(hidden):  # off in backward, too, which must compute the same logits
-        low = None if update is None else update.project(hidden, spec.dtypes(hidden, weight).results)
-        up = None if update is None else update.up
+        results = spec.dtypes(hidden, weight).results
+        low, up = (None, None) if update is None else (update.project(hidden, results), update.up)
         logprobs, entropies, best, best_ids = ChunkedHead.apply(hidden, weight, bias, low, up, columns, spec)
 
-    # Back to the shape of the targets, with 0.0 at positions that were left out.
+    # Back to the shape of the targets.
     if logprobs is not None and targets is not None:
-        logprobs = logprobs.view(targets.shape)
-        if rows is not None:
-            logprobs = logprobs.new_zeros(n_tokens, *targets.shape[1:]).index_copy(0, rows, logprobs)
+        logprobs = _placed(logprobs.view(targets.shape), rows, n_tokens)
     return HeadOutputs(logprobs, entropies, TopKOutput(best, best_ids) if topk else None)
+
+
+def _placed(x: Tensor, rows: Tensor | None, n_tokens: int) -> Tensor:
+    """Return values of some rows among those of all tokens, with 0.0 at the others."""
+    return x if rows is None else x.new_zeros(n_tokens, *x.shape[1:]).index_copy(0, rows, x)
 
 
 def logits(

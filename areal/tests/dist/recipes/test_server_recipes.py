@@ -65,6 +65,14 @@ def test_replay_that_cannot_be_is_refused(tmp_path: Path) -> None:
             run(tmp_path, routing_replay=True, **changes).build()
 
 
+@pytest.mark.parametrize(("invariant", "value"), [(True, "1"), (False, "")])
+def test_server_starts_in_its_mode_of_batch_invariance(invariant: bool, value: str, tmp_path: Path) -> None:
+    command = "sh -c 'echo mode=$VLLM_BATCH_INVARIANT;'"
+    server = StartedServer(command, "a model", "vllm", tmp_path / "log", batch_invariant=invariant)
+    with pytest.raises(ValueError, match=f"mode={value}\n"), server:
+        pass
+
+
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
 def test_three_seeds_learn_on_servers_as_they_do_on_a_replica(backend: str, tmp_path: Path) -> None:
     """Server and replica sample other answers; the means over seeds differ by less than three standard errors."""
