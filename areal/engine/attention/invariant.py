@@ -61,7 +61,9 @@ class _InvariantAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # Gradients may depend on the batch: the usual kernel computes its result again, and its gradients.
-        inputs = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        inputs: list[Any] = [
+            None if x is None else x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors
+        ]
         q, k, v, sinks = inputs
         options = AttentionOptions(ctx.options.scale, ctx.options.window, sinks, ctx.options.softcap)
         with torch.enable_grad():
@@ -91,7 +93,8 @@ class _Tiles:
 
     def to(self, device: torch.device) -> _Tiles:
         """Return the tiles on a device."""
-        return _Tiles(*(x.to(device) for x in (self.rows, self.positions, self.first, self.starts)), self.counts)
+        rows, positions, first, starts = (x.to(device) for x in (self.rows, self.positions, self.first, self.starts))
+        return _Tiles(rows, positions, first, starts, self.counts)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the number of each step, and how many tiles have a block in it."""
@@ -127,8 +130,8 @@ def _tiles(segments: Segments, groups: int, window: int | None) -> _Tiles:
         row_start += queries * groups
         block_start += -(-keys // KEY_BLOCK)
     order = torch.cat(counts).argsort(descending=True, stable=True)
-    ordered = [torch.cat(each)[order] for each in (rows, positions, first, starts)]
-    return _Tiles(*ordered, tuple(torch.cat(counts)[order].tolist()))
+    of_rows, of_positions, of_first, of_starts = (torch.cat(each)[order] for each in (rows, positions, first, starts))
+    return _Tiles(of_rows, of_positions, of_first, of_starts, tuple(torch.cat(counts)[order].tolist()))
 
 
 def _key_blocks(x: Tensor, segments: Segments) -> Tensor:
