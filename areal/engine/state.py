@@ -8,6 +8,7 @@ import gc
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar
 
@@ -245,7 +246,7 @@ class EngineState(TrainEngine):
         coordinates = self._processes.coordinates(rank_in_world())
         return not any(coordinates[axis] for axis in ("pp", "cp", "tp"))
 
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         return self._require_components().evaluating()
 
     def set_version(self, version: int) -> None:
@@ -380,18 +381,16 @@ class EngineState(TrainEngine):
             raise RuntimeError("the engine has no adapters: set TrainEngineConfig.lora=LoRAConfig(...) to train some")
         return adapters
 
-    def reference(self) -> contextlib.AbstractContextManager[None]:
+    def reference(self) -> AbstractContextManager[None]:
         if self._require_components().adapters is None:
             raise RuntimeError(
                 "the engine trains the model itself, and has no other: make a second engine without an optimizer, or set lora=LoRAConfig(...)"
             )
         return self.adapters.off()
 
-    # ---- profile
-
     def profile(
         self, folder: str | Path, *, memory: bool = True, stacks: bool = False
-    ) -> contextlib.AbstractContextManager[dict[int, Path]]:
+    ) -> AbstractContextManager[dict[int, Path]]:
         self._require_components()
         return profiled(self.timer, self.device, self.control.rank, folder, memory=memory, stacks=stacks)
 

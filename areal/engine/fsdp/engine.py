@@ -224,8 +224,8 @@ class FSDPEngine(BaseTrainEngine):
             "attention kernel": attention,
             "fused layers": f"{kinds} by {fsdp.layer_kernels}" if kinds else "none",
             "activation checkpointing": checkpointing,
-            "quantization": "none" if fsdp.quantization is None else f"{fsdp.quantization.format}, straight-through",
             "compile": f"each layer, backend {fsdp.compile_backend}" if fsdp.compile else "off",
+            **({} if fsdp.quantization is None else {"quantization": f"{fsdp.quantization.format}, straight-through"}),
             **({"activation offload": "between forward and backward"} if fsdp.activation_offload else {}),
         }
 

@@ -231,7 +231,7 @@ def test_probe_detects_leak_in_an_unknown_model(monkeypatch: pytest.MonkeyPatch)
 
 
 def _without_window(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args: attend(*args[:-1], dataclasses.replace(args[-1], window=None))
+    return lambda *args, **options: attend(*args[:-1], dataclasses.replace(args[-1], window=None), **options)
 
 
 def test_probe_keeps_random_state() -> None:

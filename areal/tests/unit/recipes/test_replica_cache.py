@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from areal import inference
+from areal.api import FSDPConfig
 from areal.recipes.generation import rollouts
 from areal.recipes.policy_config import GRPOConfig
 
@@ -29,7 +30,9 @@ CACHES: dict[str, tuple[dict[str, Any], int, int]] = {
 def test_cache_has_room_for_the_answers_of_a_rank(case: str, tmp_path: Path) -> None:
     changes, ranks, expected = CACHES[case]
     config = GRPOConfig(model="m", output=tmp_path, groups=8, group_size=4, **changes)
-    engine: Any = SimpleNamespace(dp_size=ranks, device="cpu", config=SimpleNamespace(dtype="float32"))
+    engine: Any = SimpleNamespace(
+        dp_size=ranks, device="cpu", config=SimpleNamespace(dtype="float32", fsdp=FSDPConfig())
+    )
     with (
         mock.patch.multiple(rollouts, read_config=mock.DEFAULT, model_factory=mock.DEFAULT),
         mock.patch.object(inference, "LocalRollout", create=True) as made,

@@ -98,7 +98,7 @@ def each_view_moves_its_storage(right: Function) -> Function:
 
 @mutant(
     "areal.engine.torch.activations.offload:ActivationOffload.end_call",
-    CELLS + "test_error_releases_host_memory[layer]",
+    CELLS + "test_error_releases_host_memory[w1-layer]",
 )
 def host_memory_is_kept_after_an_error(right: Function) -> Function:
     """The host memory of a call that failed is not used again while its error is alive."""
