@@ -171,12 +171,10 @@ class StreamInputs:
 
     def _replayed(self, length: int, shape: tuple[int, int]) -> np.ndarray:
         """Return the experts that tokens are sent to, ``[length, L, K]``; -1 where the router decides, as of padding."""
-        experts = np.full((length, *shape), -1, np.int32)
-        if self._experts is not None:
-            tree, recorded = self._mb.tree, self._experts.cpu()
-            recorded = recorded if tree is None else recorded[tree.tokens]
-            experts[: len(recorded)] = recorded.numpy()
-        return experts
+        tree, recorded = self._mb.tree, torch.empty(0, *shape) if self._experts is None else self._experts.cpu()
+        if self._experts is not None and tree is not None:
+            recorded = recorded[tree.tokens]
+        return _padded(recorded.numpy(), length, -1, np.int32)
 
     def result(self, name: str, rows: Tensor) -> Tensor:
         """Return an output of all rows ``[n, ...]`` from the computed ones, which are padded. Differentiable."""
