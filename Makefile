@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-sglang test-tpu test-liger test-verl test-skyrl test-trl test-agents test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-client bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-kills test-vllm test-sglang test-tpu test-liger test-torchao test-verl test-skyrl test-trl test-agents test-templates test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-client bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -134,6 +134,9 @@ test-tpu: $(VENV)/.test $(VENV)-libtpu/.ready ## Compile the programs of the JAX
 
 test-liger: $(VENV)/.test $(VENV)-liger/.ready ## Compare Liger's kernels with transformers, in Triton's interpreter on the CPU.
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)-liger $(BIN)/python -m pytest -q -rA areal/tests/liger $(PYTEST_ARGS)
+
+test-torchao: $(VENV)/.test $(VENV)-float8/.ready ## Compare torchao's float8 products, emulated on the CPU, with numpy, and train with them.
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)-float8) $(BIN)/python -m pytest -q -rA areal/tests/float8 $(PYTEST_ARGS)
 
 test-zoo: $(VENV)/.test ## Compare every model type of transformers with transformers, and write the table of docs/model-zoo.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.zoo
@@ -275,6 +278,11 @@ $(VENV)-libtpu/.ready: | $(VENV)/.test
 # The wheels alone: torch is that of the tests.
 $(VENV)-liger/.ready: | $(VENV)/.test
 	$(BIN)/uv pip install --python $(VENV) --no-deps --target $(VENV)-liger liger-kernel==0.8.5 triton==3.9.0
+	touch $@
+
+# Apart from the other tests: transformers imports torchao wherever it is installed, which takes seconds.
+$(VENV)-float8/.ready: | $(VENV)/.test
+	$(BIN)/uv pip install --python $(VENV) --no-deps --target $(VENV)-float8 torchao==0.18.0
 	touch $@
 
 # This release generates modules for protobuf 6.31, which later releases of the runtime accept too.

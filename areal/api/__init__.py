@@ -25,6 +25,7 @@ from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.pending import Finished, Pending
 from areal.api.sections.backend import BackendConfig
 from areal.api.sections.experts import MoEConfig
+from areal.api.sections.float8 import Float8Config
 from areal.api.sections.fsdp import FSDPConfig
 from areal.api.sections.jax import JAXConfig
 from areal.api.sections.lora import LoRAConfig
@@ -59,6 +60,7 @@ __all__ = [
     "FSDPConfig",
     "FinetuneSpec",
     "Finished",
+    "Float8Config",
     "JAXConfig",
     "KindMemory",
     "LoRAConfig",

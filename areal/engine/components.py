@@ -160,7 +160,8 @@ class EngineComponents:
         images: images that the model takes; ``None`` if it is trained on text alone.
         streams: packed streams of a micro-batch that this process computes, each within the budget of a micro-batch.
         rows: whether the model runs one sequence per row instead of packed sequences.
-        token_split: number of ranks over which each context-parallel rank's tokens are split again, by sequence parallelism.
+        token_multiple: divisor of each context-parallel rank's tokens: the ranks over which sequence parallelism splits them again, times the
+            rows that products need at once.
         routing: balancing losses, replay and load of experts.
         adapters: low-rank adapters, which are trained instead of the model.
         applied: lines for the log, such as ``"sharding"`` and ``"attention kernel"``, by their names.
@@ -181,7 +182,7 @@ class EngineComponents:
     images: ImageRules | None = None
     streams: int = 1
     rows: bool = False
-    token_split: int = 1
+    token_multiple: int = 1
     routing: ExpertRouting = field(default_factory=no_experts)
     adapters: TrainedAdapters | None = None
     applied: Mapping[str, str] = field(default_factory=dict)
@@ -192,7 +193,7 @@ class EngineComponents:
     @property
     def align(self) -> int:
         """Divisor of the padded length of every micro-batch."""
-        return self.context_parallel.align * self.token_split
+        return self.context_parallel.align * self.token_multiple
 
     @property
     def may_share(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, PositiveInt, field_validator
 
 from areal.api.sections.backend import NARROW_MOMENTS_OF_ADAPTERS, BackendConfig
+from areal.api.sections.float8 import Float8Config
 from areal.api.sections.quantization import QuantizationConfig
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class FSDPConfig(BackendConfig):
     quantization: QuantizationConfig | None = Field(
         default=None, description="Train with the rounding of servers; None does not round."
     )
+    float8: Float8Config | None = Field(
+        default=None, description="Multiply float8 numbers by torchao, the extra `float8`; None multiplies in `dtype`."
+    )
     batch_invariant: bool = Field(
         default=False,
         description="Compute a sequence's log-probs with the same bits in any batch, also in LocalRollout; see docs/batch-invariance.md.",
@@ -93,6 +97,8 @@ class FSDPConfig(BackendConfig):
             )
         if self.quantization is not None:
             self._check_quantization(config)
+        if self.float8 is not None:
+            self._check_float8(self.float8, config)
         if self.batch_invariant:
             self._check_invariance(config)
         # Adapters have float32 moments, replicated over ranks: only the frozen model is sharded by the engine.
@@ -117,6 +123,20 @@ class FSDPConfig(BackendConfig):
                 f"fsdp.quantization with {other}: rounding needs whole weights in eager layers; leave one out"
             )
 
+    def _check_float8(self, float8: Float8Config, config: TrainEngineConfig) -> None:
+        others = {
+            f"backend = {config.backend!r}": config.dims.tp > 1,
+            "fsdp.quantization": self.quantization is not None,
+            "dtype = 'float64'": config.dtype == "float64"
+            and (float8.recipe.startswith("mxfp8") or not float8.emulate),
+            f"float8.experts = True and dtype = {config.dtype!r}": float8.experts and config.dtype != "bfloat16",
+        }
+        refused = next((name for name, given in others.items() if given), None)
+        if refused is not None:
+            raise ValueError(
+                f"fsdp.float8 with {refused}: its products are of whole weights in bfloat16 or float32, of experts in bfloat16; leave one out"
+            )
+
     def _check_invariance(self, config: TrainEngineConfig) -> None:
         """Refuse what computes a row in another way than the rules of batch invariance."""
         dims = config.dims
@@ -133,6 +153,7 @@ class FSDPConfig(BackendConfig):
             f"fsdp.attention = {self.attention!r}": self.attention == "rows",
             "fp32_head = True": config.fp32_head,
             "fsdp.quantization": self.quantization is not None,
+            "fsdp.float8": self.float8 is not None,
             "fsdp.activation_offload = True": self.activation_offload,
         }
         refused = next((name for name, given in others.items() if given), None)

@@ -42,6 +42,10 @@ class MegatronConfig(BackendConfig):
     optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Dtype of the moments; bfloat16 requires Transformer Engine on a GPU."
     )
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = Field(
+        default=None,
+        description="Float8 products by a recipe of Transformer Engine, on a GPU; None multiplies in `dtype`.",
+    )
 
     @model_validator(mode="after")
     def _overlaps_agree(self) -> MegatronConfig:
@@ -72,6 +76,12 @@ class MegatronConfig(BackendConfig):
                 f"megatron.optimizer_state_dtype = 'bfloat16' with {wide}: it needs AdamW, in the distributed optimizer; leave it out"
             )
         self._check_precision(config)
+        wrong = "lora" if config.lora is not None else f"dtype = {config.dtype!r}" if config.dtype != "bfloat16" else ""
+        if self.fp8_recipe is not None and wrong:
+            raise ValueError(
+                f"megatron.fp8_recipe = {self.fp8_recipe!r} with {wrong}: Transformer Engine multiplies float8 numbers of bfloat16 models "
+                "without adapters; leave one out"
+            )
         if config.lora is None:
             return
         # Adapters have their own optimizer and reduction: Megatron-Core's see no parameter that is trained.

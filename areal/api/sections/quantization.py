@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from areal.api.sections.strict import StrictConfig
 
+NOT_ROUNDED = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
+"""Last components of the names of routers, and of small projections of recurrent layers."""
+
 
 class QuantizationConfig(StrictConfig):
     """Quantization-aware training: linear layers of the decoder and experts compute with weights and inputs that are rounded as servers do.
@@ -30,8 +33,7 @@ class QuantizationConfig(StrictConfig):
     )
     group_size: int = Field(default=128, gt=0, description="Inputs of a group with one scale, of `int4`.")
     exclude: tuple[str, ...] = Field(
-        default=("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba"),
-        description="Last components of the names of layers that do not round.",
+        default=NOT_ROUNDED, description="Last components of the names of layers that do not round."
     )
 
     @model_validator(mode="after")

@@ -25,10 +25,9 @@ from areal.engine.base import BaseTrainEngine
 from areal.engine.batch_rules import check_sharing
 from areal.engine.components import EngineComponents
 from areal.engine.fsdp import gradients as grad
-from areal.engine.fsdp.activation_checkpointing import spread_evenly
 from areal.engine.fsdp.activation_offload import offload_activations
-from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
+from areal.engine.fsdp.layers import describe_layers, prepare_layers
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
 from areal.engine.fsdp.parallelize import parallelize, transformer_layers
 from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
@@ -40,7 +39,7 @@ from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
-from areal.engine.model.fused_layers import LayerFunctions, fuse_layers, fused_kinds, replace_linears
+from areal.engine.model.fused_layers import LayerFunctions
 from areal.engine.model.hub import cast_parameters, max_positions, read_config
 from areal.engine.model.invariant import EXPERTS, check_invariant_model
 from areal.engine.model.liger import liger_functions
@@ -60,7 +59,6 @@ from areal.engine.torch.muon.matrices import matrices_of
 from areal.engine.torch.muon.optimizer import Muon
 from areal.engine.torch.offload import ShardedOffload
 from areal.engine.torch.pipeline_split import plan_pipeline_split
-from areal.engine.torch.quantization.layers import round_layers
 from areal.engine.torch.weights import ShardedWeights, init_weights, load_weights
 from areal.utils import platform
 from areal.utils.bf16_adamw import BFloat16AdamW
@@ -140,7 +138,7 @@ class FSDPEngine(BaseTrainEngine):
             media_tokens=media_tokens(hf_config, images),
             images=images,
             rows=self._rows,
-            token_split=self.dims.tp,
+            token_multiple=self.dims.tp,
             routing=ExpertRouting(
                 config.moe,
                 experts,
@@ -218,14 +216,11 @@ class FSDPEngine(BaseTrainEngine):
             checkpointing = f"{checkpointing}, {fsdp.checkpointed_share:.0%} of the layers"
         if checkpointing.startswith("selective") and fsdp.compile:
             checkpointing += ", in compiled graphs"
-        kinds = "" if fsdp.compile else fused_kinds(chunks.full_model.hf.config.model_type)
         return {
             "sharding": sharding,
             "attention kernel": attention,
-            "fused layers": f"{kinds} by {fsdp.layer_kernels}" if kinds else "none",
             "activation checkpointing": checkpointing,
-            "compile": f"each layer, backend {fsdp.compile_backend}" if fsdp.compile else "off",
-            **({} if fsdp.quantization is None else {"quantization": f"{fsdp.quantization.format}, straight-through"}),
+            **describe_layers(config, chunks.full_model.hf.config.model_type),
             **({"activation offload": "between forward and backward"} if fsdp.activation_offload else {}),
         }
 
@@ -263,25 +258,8 @@ class FSDPEngine(BaseTrainEngine):
             full_model, plan_pipeline_split(full_model, self.dims, self._schedule_spec, config.fsdp), self.mesh["pp"]
         )
         layers = transformer_layers(full_model)
-        # Compile first: graphs contain what layers compute, and no hook of the next steps.
-        if config.fsdp.compile:
-            compiled = [transformer_layers(chunk) for chunk in chunks]
-            share = config.fsdp.checkpointed_share if config.activation_checkpointing == "selective" else 0.0
-            compile_layers(
-                [layer for each in compiled for layer in each],
-                config.fsdp.compile_backend,
-                [layer for each in compiled for layer in spread_evenly(each, share)],
-            )
-        # Otherwise layers run as few operations. A pipeline stage has its own copies of modules, so that the cut comes first.
-        else:
-            for chunk in chunks:
-                fuse_layers(chunk.hf, hf_config.model_type, functions)
-                if self.device.type == "cpu":
-                    replace_linears(chunk)
-        # Before experts are spread: a rank rounds those that it has.
-        if config.fsdp.quantization is not None:
-            for chunk in chunks:
-                round_layers(transformer_layers(chunk), config.fsdp.quantization)
+        # First of all: graphs contain what layers compute, and no hook of the next steps.
+        prepare_layers(chunks, config, functions, self.device)
         # Distribute each chunk. Routers are numbered over the full model.
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
             if fsdp_expert_info(layers).layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from areal.engine.fsdp.activation_checkpointing import RecomputedForward, recomp
 from areal.engine.fsdp.expert_parallel import keep_dispatch, spread_experts
 from areal.engine.fsdp.gathered_tokens import keep_gathered
 from areal.engine.fsdp.tensor_plans import split_tensors
-from areal.engine.model.heads import decoder_of
+from areal.engine.model.heads import decoder_layers
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.model.stacked_experts import stacked_experts
 from areal.engine.model.vision import vision_layers
@@ -150,22 +150,7 @@ def transformer_layers(model: PackedCausalLM) -> list[nn.Module]:
     Raises:
         ValueError: no list of layers was found in the model.
     """
-    # The classes that transformers declares as layers, or else the longest list of modules.
-    decoder, names = decoder_of(model.hf), set(getattr(model.hf, "_no_split_modules", None) or ())
-    layers = list(dict.fromkeys(_outermost(decoder, names)))
-    if not layers:
-        layers = max(
-            (list(module) for module in decoder.modules() if isinstance(module, nn.ModuleList)), key=len, default=[]
-        )
+    layers = decoder_layers(model.hf)
     if not layers:
         raise ValueError(f"{type(model.hf).__name__} has no list of layers to shard; the FSDP engine cannot run it")
     return layers
-
-
-def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
-    """Yield the modules of these classes that are inside of no other such module."""
-    for child in module.children():
-        if type(child).__name__ in classes:
-            yield child
-        else:
-            yield from _outermost(child, classes)

@@ -39,6 +39,7 @@ from areal.engine.megatron import gradients as grad
 from areal.engine.megatron.checkpoint import MegatronCheckpointer
 from areal.engine.megatron.lora import attach_megatron_adapters, megatron_adapter_layout
 from areal.engine.megatron.model.config import check_family, check_layout, sequence_parallel, transformer_config
+from areal.engine.megatron.model.float8 import rows_at_once
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.engine.megatron.offload import MegatronOffload
 from areal.engine.megatron.optimizer.chained import distributed, megatron_optimizer, overlaps_gather
@@ -126,7 +127,7 @@ class MegatronEngine(BaseTrainEngine):
             gradients=self._gradients,
             vocab_size=hf.vocab_size,
             max_positions=max_positions(hf),
-            token_split=self.dims.tp if splits_sequence else 1,
+            token_multiple=(self.dims.tp if splits_sequence else 1) * rows_at_once(config),
             routing=ExpertRouting(
                 config.moe,
                 megatron_expert_info(megatron),
@@ -219,6 +220,7 @@ class MegatronEngine(BaseTrainEngine):
             "attention kernel": attention,
             "activation checkpointing": config.activation_checkpointing,
             "compile": "off",
+            **({} if config.megatron.fp8_recipe is None else {"float8": config.megatron.fp8_recipe}),
             "gradient reduction": "in the last backward of train_batch"
             if config.megatron.overlap_grad_reduce
             else "once per call",

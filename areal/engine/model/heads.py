@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
@@ -263,3 +263,22 @@ def decoder_of(hf: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel) and module is not hf:
             return module
     raise ValueError(f"{type(hf).__name__} has no module that is its decoder, so that it cannot be trained")
+
+
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a transformers model's decoder; none if there is no list of layers. Layers inside of layers are left out."""
+    # The classes that transformers declares as layers, or else the longest list of modules.
+    decoder, names = decoder_of(hf), set(getattr(hf, "_no_split_modules", None) or ())
+    layers = list(dict.fromkeys(_outermost(decoder, names)))
+    return layers or max(
+        (list(module) for module in decoder.modules() if isinstance(module, nn.ModuleList)), key=len, default=[]
+    )
+
+
+def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
+    """Yield the modules of these classes that are inside of no other such module."""
+    for child in module.children():
+        if type(child).__name__ in classes:
+            yield child
+        else:
+            yield from _outermost(child, classes)

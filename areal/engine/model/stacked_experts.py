@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the stacked weights of experts in transformers: ``[E, 2 I, H]`` and ``[E, H, I]``."""
+
+_GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)}
+
+
+def is_grouped_product(function: Any) -> bool:
+    """Return whether a function is the product of sorted rows with the experts' weights: torch's, or that of transformers for other dtypes."""
+    # That of transformers exists once its layers are imported.
+    return function in _GROUPED or function is getattr(torch.ops.transformers, "grouped_mm_fallback", None)
 
 
 def has_stacked_experts(module: nn.Module) -> bool:

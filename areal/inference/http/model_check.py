@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from areal.api.sections.quantization import QuantizationConfig
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.model.media import image_rules, media_tokens
 from areal.inference.http.sent_images import SentImages
 from areal.inference.http.server_connection import StatusError, Unavailable
 from areal.inference.http.servers.dialect import Ask, ServedModel
 from areal.inference.http.servers.http_call import HTTPCall, Tokenize, Tokenized
+from areal.inference.http.servers.rounding import served_format, trained_format
 from areal.utils.data.image_prompt import ImagePrompt, Prompt, prompt_tokens
 from areal.utils.data.images import PatchRules
 
@@ -70,13 +73,14 @@ class ModelCheck:
 
     Args:
         model: directory or hub name of the model; ``None`` compares the servers with each other.
+        quantization: rounding of the trainer; ``None`` if it does not round.
 
     Attributes:
         vocab_size: size of the model's vocabulary, known after the first check; ``None`` if it cannot be read.
     """
 
-    def __init__(self, model: str | None) -> None:
-        self._model = model
+    def __init__(self, model: str | None, quantization: QuantizationConfig | None = None) -> None:
+        self._model, self._trained = model, trained_format(quantization)
         self._first: _Model | None = None
         self.vocab_size: int | None = None
 
@@ -101,9 +105,11 @@ class ModelCheck:
             start: its weights are those with which it was started, and should be those of the model.
 
         Raises:
-            ValueError: it has; names both models.
+            ValueError: it has, and names both models; or a trainer that rounds would train another model than it serves.
         """
-        theirs = _Model(url, served.path, _shape_of(_config_of(served.path)), await _tokens_of(ask))
+        config = _config_of(served.path)
+        self._check_rounding(served_format(served.quantization, getattr(config, "quantization_config", None)))
+        theirs = _Model(url, served.path, _shape_of(config), await _tokens_of(ask))
         ours = self._reference(theirs)
         if ours is theirs:
             return
@@ -118,6 +124,21 @@ class ModelCheck:
             other = _other_weight(theirs.path, self._model)
             if other is not None:
                 raise ValueError(f"{what}: their weights differ, such as {other}: {way_out}")
+
+    def _check_rounding(self, served: str | None) -> None:
+        """Raise if the trainer rounds to another format than a server. Warn if only the server rounds."""
+        if served is None or served == self._trained:
+            return
+        if self._trained:
+            raise ValueError(
+                f"the trainer rounds weights to {self._trained}, and the server to {served or 'no format'}: start the server with the same "
+                "format, such as vLLM with --quantization fp8_per_channel for fp8; or change fsdp.quantization, or leave it out"
+            )
+        warnings.warn(
+            f"the server rounds weights to {served}, and the trainer does not: their log-probs differ. fsdp.quantization rounds in training, "
+            "and HTTPRollout(quantization=) says so",
+            stacklevel=2,
+        )
 
     def _reference(self, theirs: _Model) -> _Model:
         """Return the facts that a server's are compared with."""

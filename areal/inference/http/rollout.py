@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal.api.control import Control
 from areal.api.engine import TrainEngine
+from areal.api.sections.quantization import QuantizationConfig
 from areal.api.weights import NamedTensor
 from areal.inference.http.answer import Answer
 from areal.inference.http.clients.client_pool import ClientPool
@@ -45,25 +46,23 @@ class HTTPRollout:
     """Rollout engine on one or more servers. Each server has a complete copy of the model and is used by this engine only.
 
     A request goes to the server that has the longest prefix of its prompt, or that has the fewest requests. It is retried, on another server
-    if there is one, after a failed connection or a status of 500 and above, and when a silent server is not healthy. A request that the
-    server rejects (status 400 to 499) is not retried.
+    if there is one, after a failed connection, a status of 500 and above, and when a silent server is not healthy.
 
     An update writes the weights to ``folder``. Every server then pauses, loads them and resumes, and every token has the version that
     generated it. Servers that keep requests (SGLang, and vLLM with ``--enable-scale-out``) continue them with the new weights. Others, and
     all in an update of an adapter, return the tokens generated so far, and the request is continued with these tokens as part of the prompt;
     requests that do not return within ``drain_seconds`` of the pause are discarded and repeated. The new weights recompute all keys and values.
 
-    Servers with labels of weights are given one that names this engine. A server of another engine that lives is refused. A server that was
-    started anew is noticed before its next token counts, and gets the current weights first. A server that cannot be reached gets no requests
-    until it answers; its requests go to the others.
+    Servers with labels of weights are given one that names this engine; that of another engine that lives is refused. A server that was
+    started anew gets the current weights before its next token counts. One that cannot be reached gets no requests until it answers.
 
-    With ``control``, all ranks make this engine, and the first one owns the servers. ``sync``, ``update`` and ``load`` are collective then.
-    The others make no connection and generate nothing: a runner on them runs no episode.
+    With ``control``, all ranks make this engine, and the first one owns the servers: others connect to none, and generate nothing.
+    ``sync``, ``update`` and ``load`` are collective then.
 
     ``generate`` may be awaited on any number of event loops. Requests are sent from an event loop in a thread of this engine.
 
     Args:
-        urls: base URLs of the servers, such as ``http://host:30000``.
+        urls: base URLs, such as ``http://host:30000``.
         dialect: kind of server; see its docstring for the options with which the servers must be started.
         folder: directory for weights only, which the servers can read under the same path. May be left out with a carrier.
         carrier: sends weights over a process group with the servers' workers, such as
@@ -71,10 +70,10 @@ class HTTPRollout:
         control: control plane over the ranks of the trainer (``engine.control``); ``None`` if this process alone has the engine.
         model: directory or hub name of the model that servers must have. Its configuration is written with the weights, and its tokenizer
             finds stop strings. ``None`` compares the servers with each other.
+        quantization: rounding of the trainer (``config.fsdp.quantization``), ``None`` if it does not round: so must the servers.
         version: version of the weights that the servers have now.
-        max_requests: maximum number of requests that a server gets at once. The number is found from its throughput
-            (:class:`~areal.inference.http.concurrency_limit.ConcurrencyLimit`), and further requests wait here. ``None`` sends all requests
-            at once, and they wait on the servers.
+        max_requests: maximum number of requests that a server gets at once; further ones wait here. The number is found from its throughput
+            (:class:`~areal.inference.http.concurrency_limit.ConcurrencyLimit`). ``None`` sends all requests at once.
         client_processes: number of processes that send requests and parse replies in place of this one, which does the rest; 0 for none.
         cast: dtype in which weights are written; ``None`` keeps each tensor's dtype.
         timeout: seconds without a reply after which a server is asked for its health. While it is healthy, a request may take any time.
@@ -86,8 +85,8 @@ class HTTPRollout:
 
     Raises:
         ValueError: ``urls`` is empty or has duplicates, a time, ``max_requests`` or ``client_processes`` is out of range, or a server that
-            can be reached is not started as the dialect needs it, has another model or tokenizer, or belongs to another engine. Raised on
-            all ranks.
+            can be reached is not started as needed, has another model or tokenizer, rounds in another way, or belongs to another engine.
+            Raised on all ranks.
     """
 
     def __init__(
@@ -99,6 +98,7 @@ class HTTPRollout:
         carrier: Carrier | None = None,
         control: Control | None = None,
         model: str | None = None,
+        quantization: QuantizationConfig | None = None,
         version: int = 0,
         max_requests: int | None = None,
         client_processes: int = 0,
@@ -130,7 +130,7 @@ class HTTPRollout:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # Other ranks make no connection.
         urls_here = server_urls if self.owns_servers else []
-        self._model = ModelCheck(model)
+        self._model = ModelCheck(model, quantization)
         self._clients = ClientPool(client_processes if self.owns_servers else 0)
         servers = [
             Server(self._clients.connection(url, headers), dialect, self._owner, version, self._model, max_requests)
@@ -342,7 +342,7 @@ class HTTPRollout:
         return answer.completion()
 
     async def _next_reply(self, answer: Answer) -> tuple[ReplyPart, list[int]]:
-        """Return the next tokens of an answer and their versions. Retries until an attempt returns a token, or the deadline passes."""
+        """Return the next tokens of an answer and their versions. Retries until there is a token, or the deadline passes."""
         answer.deadline = None
         fault = "no server could be asked"
         while True:

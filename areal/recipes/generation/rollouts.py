@@ -10,8 +10,10 @@ import torch
 
 from areal import inference  # its names are imported when they are first used
 from areal.api import TrainEngine
+from areal.engine.model.heads import decoder_layers
 from areal.engine.model.hub import experts_per_layer, read_config
 from areal.engine.model.media import image_rules, model_factory
+from areal.engine.torch.quantization.layers import round_layers
 from areal.recipes.generation.started_server import StartedServer
 from areal.recipes.policy_config import PolicyConfig
 from areal.trainer.ppo import Sync
@@ -39,11 +41,14 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
         replay = _replay_options(config)
         urls = list(config.servers) or [_start_server(config, engine, closing)]
         dialect = getattr(inference, _DIALECTS[config.server_kind])(**replay)
-        options: dict[str, Any] = {"folder": config.output / "weights", "model": config.model, **config.rollout}
+        options: dict[str, Any] = {"folder": config.output / "weights", "model": config.model}
+        options |= {"quantization": engine.config.fsdp.quantization, **config.rollout}
         return closing.enter_context(inference.HTTPRollout(urls, dialect, control=engine.control, **options))
     dtype = getattr(torch, engine.config.dtype)
     factory = model_factory(read_config(config.model))
     model: Any = factory.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
+    if engine.config.fsdp.quantization is not None:
+        round_layers(decoder_layers(model), engine.config.fsdp.quantization)
     invariant = {"batch_invariant": engine.config.fsdp.batch_invariant}
     options = {"max_context": max_context, **_SIZES, **invariant, **config.rollout}
     options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))

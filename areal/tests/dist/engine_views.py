@@ -139,7 +139,7 @@ def schedule(engine: TrainEngine) -> list[Any]:
 def splits(engine: TrainEngine) -> list[Any]:
     """How ranks split a token stream."""
     components = engine._require_components()
-    return [components.context_parallel.mode, components.token_split]
+    return [components.context_parallel.mode, components.token_multiple]
 
 
 def buckets(engine: TrainEngine) -> list[Any]:

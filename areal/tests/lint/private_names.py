@@ -117,7 +117,7 @@ JAX_NAMES: dict[str, str] = {
 # Names that the CPU build of torch lacks.
 GPU_NAMES = {"_group_start", "_group_end"}
 
-# Private names of transformers, Megatron-Core and the standard library. The tests of their users fail without them.
+# Private names of transformers, Megatron-Core, torchao and the standard library. The tests of their users fail without them.
 OTHER_NAMES = {
     *("_attn_implementation", "_init_weights", "_is_hf_initialized"),
     *("_keys_to_ignore_on_load_unexpected", "_no_split_modules"),
@@ -125,6 +125,7 @@ OTHER_NAMES = {
     *("_communicate", "_communicate_shapes"),
     *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
     *("_getframe", "_current_frames", "_fields"),
+    *("_to_mxfp8_then_scaled_mm", "_to_fp8_rowwise_then_scaled_grouped_mm", "_to_mxfp8_then_scaled_grouped_mm"),
 }
 
 LISTED = (*TORCH_NAMES, *JAX_NAMES, *OTHER_NAMES, *GPU_NAMES)

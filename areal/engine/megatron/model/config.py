@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
+from areal.engine.megatron.model.float8 import check_float8, float8_fields
 from areal.engine.megatron.model.layer_spec import Windows, has_transformer_engine
 from areal.engine.megatron.model.rotary import RotaryAngles
 from areal.engine.model.hub import experts_per_layer
@@ -103,6 +104,7 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
             f"{hf.moe_intermediate_size}; write '(attn:…|ffn:…)' with a smaller t on the ffn side"
         )
     _check_stages(hf.num_hidden_layers, dims, config)
+    check_float8(hf, dims, config)
 
 
 def _latent_columns(hf: PretrainedConfig) -> list[tuple[str, int]]:
@@ -185,6 +187,7 @@ def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEn
         **_parallel(dims, config),
         **_latent_attention(hf),
         **_mixture_of_experts(hf, local=config.lora is not None),
+        **float8_fields(config, experts=hf.model_type in MOE),
     )
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from areal.api.sections.quantization import QuantizationConfig
-from areal.engine.model.stacked_experts import WEIGHTS, has_stacked_experts
+from areal.engine.model.stacked_experts import WEIGHTS, has_stacked_experts, is_grouped_product
 from areal.engine.torch.quantization.formats import Format, Rounding, format_of
 
-_PRODUCTS = {F.linear, torch.bmm, getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)}
-"""Products of experts, whose first argument is their input."""
+_PRODUCTS = {F.linear, torch.bmm}
+"""Products of experts apart from grouped ones. The first argument is their input."""
 
 
 def straight_through(x: Tensor, rounding: Rounding) -> Tensor:
@@ -120,6 +120,6 @@ class _RoundedInputs(TorchFunctionMode):
         self._rounding = rounding
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS or func is torch.ops.transformers.grouped_mm_fallback:
+        if func in _PRODUCTS or is_grouped_product(func):
             args = (straight_through(args[0], self._rounding), *args[1:])
         return func(*args, **(kwargs or {}))

@@ -89,6 +89,7 @@ class ServedModel:
         adapter: name of a loaded adapter that answers requests, and that updates of the model would not replace; ``None`` for the model.
         checks_weights: the server refuses a directory that has a weight under another name or in another shape, and goes on.
         normalizes: it normalises the pixels of images, and takes images before that.
+        quantization: its name of the format to which it rounds weights, ``""`` for none; ``None`` if unknown.
     """
 
     path: str | None = None
@@ -96,6 +97,7 @@ class ServedModel:
     adapter: str | None = None
     checks_weights: bool = True
     normalizes: bool = False
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class SGLang:
         # A few tokens less than the context: longer prompts are refused, also those that continue an answer, and longer answers are cut.
         context = min((each for each in (*lengths[:1], info.max_req_input_len) if each is not None), default=None)
         # It loads a directory with another name, keeps the old values, and ends at another shape.
-        served = ServedModel(info.model_path, context, checks_weights=False)
+        served = ServedModel(info.model_path, context, checks_weights=False, quantization=info.quantization or "")
         return SGLangRoutes(
             self.adapter,
             served,

@@ -155,3 +155,4 @@ class SGLangServerInfo(ReplyBody):
     enable_dp_attention: bool = False
     sampling_mask_max_tokens: int = 4096
     max_req_input_len: int | None = None
+    quantization: str | None = None

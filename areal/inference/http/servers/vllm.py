@@ -144,6 +144,7 @@ class VLLM:
             max_context=None if base is None else base.max_model_len,
             adapter=None if chosen is None or chosen.parent is None else chosen.id,
             normalizes=multimodal is not None and multimodal.mm_device_do_normalize,
+            quantization=None if config is None else config.quantization or "",
         )
         labels = {"/weight_info", "/update_weight_version"} <= paths
         kind = VLLMTokenRoutes if labels and "/inference/v1/generate" in paths else VLLMRoutes

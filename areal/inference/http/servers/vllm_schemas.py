@@ -211,6 +211,7 @@ class VLLMModelConfig(ReplyBody):
     logprobs_mode: str
     enable_return_routed_experts: bool | None = None
     multimodal_config: VLLMMultimodalConfig | None = None
+    quantization: str | None = None
 
 
 class VLLMConfig(ReplyBody):

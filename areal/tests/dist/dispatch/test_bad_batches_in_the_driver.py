@@ -163,7 +163,7 @@ def recorded_batch(engine: TrainEngine) -> list[dict[str, Any]]:
 def test_budget_below_the_alignment() -> None:
     """The alignment is that of the engine on the ranks, which the driver's configuration alone does not tell."""
     with started("fsdp:d1", mb_spec=MicroBatchSpec(max_tokens_per_mb=40)) as engine:
-        engine._components.token_split = 16
+        engine._components.token_multiple = 16
         assert "of 16 tokens" in raised(lambda: with_budget(engine, 8).forward_batch(global_batch()))[1]
         assert_refused_alike(engine, [lambda it: it.forward_batch(global_batch())])
         with_budget(engine, 36)

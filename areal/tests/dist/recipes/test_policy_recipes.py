@@ -79,6 +79,15 @@ def test_recipe_equals_the_long_script_in_bits(backend: str, tmp_path: Path) -> 
     assert max(got["actor/grad_norm"]) > 0
 
 
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_replica_rounds_as_the_trainer(backend: str, tmp_path: Path) -> None:
+    """Weights alone are rounded: inputs at the border of two numbers would round by their last bit."""
+    engine = {**SMALL.get("engine", {}), "fsdp": {"quantization": {"format": "int4", "group_size": 4}}}
+    settings = {**SMALL, "steps": 2, "engine": engine}
+    grpo(recipe_model(), rows(24), reward, backend=backend, output=tmp_path, **settings).train()
+    assert max(curve(tmp_path, ("rollout/logprob_error",))["rollout/logprob_error"]) < 1e-5
+
+
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2", "megatron:t2", "jax:d2"))
 def test_one_run_on_every_layout(backend: str, tmp_path: Path) -> None:
     """Rewards are those of the answers that one process samples, and evaluations are equal on all ranks."""

@@ -43,6 +43,7 @@ class State:
         root, served: path of the start that it tells, and name of its model.
         tokenizer: tokenizer, read from a directory; ``None`` without one.
         release, lora, mask_tokens: release of SGLang, and its arguments ``--enable-lora`` and ``--sampling-mask-max-tokens``.
+        quantization: name of the format to which it says that it rounds; ``None`` for none.
         drawn: number of tokens.
         order: routes of the POST requests, in order.
         modern: behaves as a current vLLM. A failed load then leaves no weights, and the next forward ends the process.
@@ -89,6 +90,7 @@ class State:
             self.root = self.served = self.path
             self.tokenizer: PreTrainedTokenizerBase | None = None
             self.release, self.lora, self.mask_tokens = "0.5.23", True, 4096
+            self.quantization: str | None = None
             self.aborted: set[str] = set()
             self.canned: list[dict[str, Any]] = []
             self.calls.clear()
@@ -115,7 +117,7 @@ class State:
             self.reset()
         for name in ("step_seconds", "late_seconds", "load_seconds", "label", "backup", "modern", "key", "context"):
             setattr(self, name, body.pop(name, getattr(self, name)))
-        for name in ("logprobs_mode", "without", "root", "release", "lora", "mask_tokens"):
+        for name in ("logprobs_mode", "without", "root", "release", "lora", "mask_tokens", "quantization"):
             setattr(self, name, body.pop(name, getattr(self, name)))
         if "tokenizer" in body:
             self.tokenizer = AutoTokenizer.from_pretrained(body.pop("tokenizer"))

@@ -109,7 +109,7 @@ class SGLangRoutes:
         arguments = {"model_path": state.root, "tokenizer_path": state.root, "tp_size": 1, "pp_size": 1, "dp_size": 1}
         arguments |= {"enable_dp_attention": False, "enable_lora": state.lora, "context_length": None}
         arguments |= {"max_req_input_len": state.context - RESERVED, "sampling_mask_max_tokens": state.mask_tokens}
-        arguments |= {"enable_deterministic_inference": True}
+        arguments |= {"enable_deterministic_inference": True, "quantization": state.quantization}
         return {**arguments, "internal_states": [{}], "version": state.release, "frontend": "python"}
 
     def _models(self) -> dict[str, Any]:

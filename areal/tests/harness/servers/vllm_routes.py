@@ -107,6 +107,7 @@ class VLLMRoutes:
             "dtype": "torch.float32",
             "max_logprobs": 20,
             "enable_return_routed_experts": state.routed_experts,
+            "quantization": state.quantization,
         }
         return {"vllm_config": {"model_config": config}}
 

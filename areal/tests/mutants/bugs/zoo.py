@@ -50,7 +50,7 @@ def head_bias_dropped(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.parallelize:_outermost", ZOO.format("mamba"))
+@mutant("areal.engine.model.heads:_outermost", ZOO.format("mamba"))
 def layers_inside_layers_sharded(right: Function) -> Function:
     """Layers inside of layers are sharded by themselves."""
     return lambda module, classes: [x for x in module.modules() if type(x).__name__ in classes]

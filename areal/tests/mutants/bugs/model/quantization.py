@@ -31,3 +31,39 @@ def inputs_of_experts_are_not_rounded(right: Function) -> Function:
         return func(*args, **(kwargs or {}))
 
     return wrong
+
+
+@mutant(
+    "areal.inference.http.model_check:ModelCheck._check_rounding",
+    "unit/inference/http/test_server_models.py::test_server_that_rounds_in_another_way_is_refused[vllm]",
+)
+def format_of_a_server_is_not_compared(right: Function) -> Function:
+    """A trainer and a server that round differently are accepted."""
+    return lambda self, served: None
+
+
+@mutant(
+    "areal.recipes.generation.rollouts:round_layers",
+    "dist/recipes/test_policy_recipes.py::test_replica_rounds_as_the_trainer[fsdp:d1]",
+)
+def replica_does_not_round(right: Function) -> Function:
+    """Answers come from the model without the rounding of the trainer."""
+    return lambda layers, config: []
+
+
+@mutant(
+    "areal.engine.torch.float8.layers:convert_layers",
+    "unit/engine/quantization/test_float8_options.py::test_routers_and_excluded_layers_are_left_alone",
+)
+def float8_router(right: Function) -> Function:
+    """Routers multiply float8 numbers, too."""
+    return lambda layers, config, products: right(layers, config.model_copy(update={"exclude": ()}), products)
+
+
+@mutant(
+    "areal.engine.megatron.model.float8:rows_at_once",
+    "unit/engine/quantization/test_transformer_engine_recipes.py::test_megatron_core_is_told_the_recipe[mxfp8-e4m3-32]",
+)
+def rows_of_another_recipe(right: Function) -> Function:
+    """Tokens of a rank are padded as for another recipe."""
+    return lambda config: min(right(config), 16)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from areal.api import QuantizationConfig
 from areal.inference.http import SGLang
 from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.servers.dialect import ServedModel
 from areal.inference.http.servers.http_call import HTTPCall
+from areal.inference.http.servers.rounding import served_format, trained_format
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.servers.rollout_http import PROMPT, Process, run
 from areal.tests.harness.servers.tokenizers import with_tokenizer
@@ -82,3 +84,58 @@ def test_servers_of_one_owner_are_equal() -> None:
     first_contact("http://b", model_dir("qwen3", seed=5))
     with pytest.raises(ValueError, match=r"it has the model .*, and http://a has .*: intermediate_size = 64 and 48"):
         first_contact("http://c", model_dir("qwen3", intermediate_size=64))
+
+
+@pytest.mark.parametrize("options", [{}, {"dialect": SGLang()}], ids=["vllm", "sglang"])
+def test_server_that_rounds_in_another_way_is_refused(
+    make_vllm: Make, vllm: Process, sglang: Process, options: dict[str, Any]
+) -> None:
+    server = sglang if options else vllm
+    blocks = QuantizationConfig(format="fp8_blocks")
+    with pytest.raises(
+        ValueError, match=rf"{server.url}: the trainer rounds weights to fp8_blocks, and the server to no"
+    ):
+        make_vllm(server, quantization=blocks, **options)
+    server.tell(quantization="fp8_per_channel")
+    with pytest.raises(ValueError, match=r"the trainer rounds weights to fp8_blocks, and the server to fp8: start"):
+        make_vllm(server, quantization=blocks, **options)
+    make_vllm(server, quantization=QuantizationConfig(format="fp8"), **options).close()
+    with pytest.warns(UserWarning, match=r"the server rounds weights to fp8, and the trainer does not"):
+        make_vllm(server, **options)
+
+
+def weights(**fields: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"symmetric": True, **fields}}}}
+
+
+@pytest.mark.parametrize(
+    ("method", "files", "expected"),
+    [
+        (None, None, None),
+        ("", None, ""),
+        ("fp8_per_tensor", None, "fp8_per_tensor"),
+        ("fp8", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_blocks"),
+        ("", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_blocks"),
+        ("compressed-tensors", None, "compressed-tensors"),
+        ("compressed-tensors", weights(type="int", num_bits=4, strategy="group", group_size=64), "int4, groups of 64"),
+        ("compressed-tensors", weights(type="int", num_bits=4, strategy="group", symmetric=False), "compressed-tensors"),
+        ("compressed-tensors", weights(type="float", num_bits=4, strategy="tensor_group", group_size=16), "nvfp4"),
+        ("compressed-tensors", weights(type="float", num_bits=8, strategy="channel"), "compressed-tensors"),
+    ],
+)  # fmt: skip
+def test_formats_of_servers(method: str | None, files: dict[str, Any] | None, expected: str | None) -> None:
+    assert served_format(method, files) == expected
+
+
+def test_formats_of_a_trainer_are_those_of_servers() -> None:
+    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    channel = weights(type="float", num_bits=8, strategy="channel")
+    channel["config_groups"]["group_0"]["input_activations"] = inputs
+    served = {
+        "fp8": ("compressed-tensors", channel),
+        "fp8_blocks": ("fp8_per_block", None),
+        "int4": ("compressed-tensors", weights(type="int", num_bits=4, strategy="group", group_size=128)),
+        "nvfp4": ("compressed-tensors", weights(type="float", num_bits=4, strategy="tensor_group")),
+    }
+    for form, (method, files) in served.items():
+        assert served_format(method, files) == trained_format(QuantizationConfig.model_validate({"format": form}))

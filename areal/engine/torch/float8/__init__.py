@@ -1,0 +1,1 @@
+"""Float8 training by torchao: its products, and layers that compute with them."""

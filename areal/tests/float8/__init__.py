@@ -1,0 +1,1 @@
+"""Float8 products of torchao, emulated on the CPU: ``make test-torchao``."""

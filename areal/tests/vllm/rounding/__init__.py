@@ -1,0 +1,1 @@
+"""The rounding of a real vLLM server."""
