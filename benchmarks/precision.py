@@ -1,6 +1,8 @@
-"""What a number format costs in exactness: errors of log-probs and gradients against float64, for each format and family.
+"""Errors of log-probs and gradients against float64, for each number format and family.
 
 python -m benchmarks.precision
+
+With torchao, also those of float8 products, emulated.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from areal import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEngineConfig, create_engine
-from areal.api import QuantizationConfig, TokenOutputs
+from areal.api import Float8Config, QuantizationConfig, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Settings:
 
 FLOAT64: Mapping[str, Any] = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
 FORMATS: tuple[str, ...] = get_args(QuantizationConfig.model_fields["format"].annotation)
+RECIPES: tuple[str, ...] = get_args(Float8Config.model_fields["recipe"].annotation)
 
 
 def family_configs(settings: Settings) -> dict[str, PreTrainedConfig]:
@@ -60,11 +64,11 @@ def options_of(kind: str) -> dict[str, Any]:
     """Return the configuration that computes in a format; ``bfloat16`` and ``float32`` round nothing else."""
     if kind in ("float64", "float32"):
         return dict(FLOAT64) if kind == "float64" else {"dtype": "float32"}
-    return (
-        {"fsdp": FSDPConfig(quantization=QuantizationConfig.model_validate({"format": kind}))}
-        if kind in FORMATS
-        else {}
-    )
+    if kind in FORMATS:
+        return {"fsdp": FSDPConfig(quantization=QuantizationConfig.model_validate({"format": kind}))}
+    if kind in RECIPES:
+        return {"fsdp": FSDPConfig(float8=Float8Config.model_validate({"recipe": kind, "emulate": True}))}
+    return {}
 
 
 def loss(outputs: TokenOutputs, mb: Any) -> Tensor:
@@ -97,7 +101,7 @@ def rows_of(path: str, settings: Settings) -> dict[str, tuple[float, float]]:
     batch = [{"input_ids": torch.randint(0, 2048, (length,), generator=generator)} for length in lengths]
     exact, gradient = computed(path, batch, options_of("float64"))
     rows = {}
-    for kind in ("float32", "bfloat16", *FORMATS):
+    for kind in ("float32", "bfloat16", *FORMATS, *(RECIPES if find_spec("torchao") else ())):
         logprobs, grads = computed(path, batch, options_of(kind))
         rows[kind] = ((logprobs - exact).abs().mean().item(), distance(grads, gradient))
     return rows

@@ -30,6 +30,8 @@ _SAVED_OPS = (
     _aten.addmm.default,
     _aten.bmm.default,
     _aten._grouped_mm.default,
+    _aten._scaled_mm.default,
+    _aten._scaled_grouped_mm.default,
     _aten._flash_attention_forward.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

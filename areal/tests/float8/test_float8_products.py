@@ -102,6 +102,19 @@ def test_experts_of_any_number_of_tokens(recipe: str) -> None:
             assert distance(found, wanted) < 5e-3
 
 
+def test_experts_without_tokens_have_zero_gradients() -> None:
+    grouped = products("mxfp8", torch.bfloat16, experts=True).grouped
+    assert grouped is not None
+    x, weights = torch.empty(0, 64, dtype=torch.bfloat16), drawn(4, 96, 64, seed=9, dtype=torch.bfloat16)
+    ends = torch.zeros(4, dtype=torch.int32)
+    out, grad_x, grad_weights = computed(
+        lambda x, w: grouped(x, w.transpose(-2, -1), ends), x, weights, torch.empty(0, 96).bfloat16()
+    )
+    assert (out.shape, grad_x.shape) == ((0, 96), (0, 64))
+    assert grad_weights.shape == weights.shape
+    assert not grad_weights.any()
+
+
 def test_experts_of_transformers_multiply_float8_numbers() -> None:
     """Errors of bfloat16 are far below those of float8."""
     config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2)

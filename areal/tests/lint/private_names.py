@@ -89,6 +89,8 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_record_memory_history": ("torch.cuda.memory", _OLD),
     # operations whose results selective checkpointing keeps
     "_grouped_mm": ("torch:ops.aten", _OLD),
+    "_scaled_mm": ("torch:ops.aten", _OLD),
+    "_scaled_grouped_mm": ("torch:ops.aten", _OLD),
     "_linear_pointwise": ("torch:ops.mkldnn", _OLD),
     "_flash_attention_forward": ("torch:ops.aten", _OLD),
     "_scaled_dot_product_cudnn_attention": ("torch:ops.aten", _OLD),

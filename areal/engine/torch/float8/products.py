@@ -16,9 +16,14 @@ from areal.api.sections.float8 import Float8Config
 
 _ROWS = 32
 """Rows are filled up to a multiple: the products of gradients of weights have rows inside, in blocks of 32."""
-_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
+_CAPABILITY = {
+    "tensorwise": (8, 9),
+    "rowwise": (9, 0),
+    "rowwise_with_gw_hp": (9, 0),
+    "mxfp8": (10, 0),
+    "mxfp8_with_gw_hp": (10, 0),
+}
 """Compute capability of GPUs that multiply numbers of a recipe."""
-_MX_CAPABILITY = (10, 0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def float8_products(config: Float8Config, dtype: torch.dtype, device: torch.devi
     option = f"fsdp.float8.recipe = {config.recipe!r}"
     mx = config.recipe.startswith("mxfp8")
     if not config.emulate:
-        _check_device(option, _MX_CAPABILITY if mx else _CAPABILITY[config.recipe], device)
+        _check_device(option, _CAPABILITY[config.recipe], device)
     try:
         # Imported only if it is used: it logs libraries that it cannot load.
         experts = importlib.import_module("torchao.prototype.moe_training")
@@ -119,12 +124,15 @@ def _mx_options(config: Float8Config) -> dict[str, Any]:
 
 
 def _grouped(experts: Any, config: Float8Config, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    # Groups of experts have any number of rows.
+    options: dict[str, Any] = {"out_dtype": dtype, "pad_token_groups_for_grouped_mm": True}
     if config.recipe == "rowwise":
         function: Any = experts._to_fp8_rowwise_then_scaled_grouped_mm
-        options: dict[str, Any] = {}
     else:
-        function, options = experts._to_mxfp8_then_scaled_grouped_mm, _mx_options(config)
-    # Groups of experts have any number of rows.
-    return lambda x, weights, ends: function(
-        x, weights, ends, out_dtype=dtype, pad_token_groups_for_grouped_mm=True, **options
-    )
+        function, options = experts._to_mxfp8_then_scaled_grouped_mm, options | _mx_options(config)
+
+    def product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        # A rank may get no rows, which have no largest number. Gradients of weights are zeros then.
+        return function(x, weights, ends, **options) if len(x) else x @ weights[0]
+
+    return product
