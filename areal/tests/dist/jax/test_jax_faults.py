@@ -53,10 +53,11 @@ def layers_that_fail_on(guilty: int) -> Iterator[None]:
     def of_device(x: Array) -> Array:
         return jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    def failing(spec: Any, params: Any, stream: Any) -> Array:
+    def failing(spec: Any, params: Any, stream: Any, *, record: bool = False) -> tuple[Array, Array | None]:
         rows = PartitionSpec("dp")
         run = jax.shard_map(of_device, mesh=spec.mesh, in_specs=rows, out_specs=rows, check_vma=False)
-        return run(decode(spec, params, stream))
+        hidden, experts = decode(spec, params, stream, record=record)
+        return run(hidden), experts
 
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:

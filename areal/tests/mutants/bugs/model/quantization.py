@@ -52,12 +52,12 @@ def replica_does_not_round(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.torch.float8.layers:convert_layers",
+    "areal.engine.torch.float8.layers:_Float8Linear.__call__",
     "unit/engine/quantization/test_float8_options.py::test_routers_and_excluded_layers_are_left_alone",
 )
-def float8_router(right: Function) -> Function:
-    """Routers multiply float8 numbers, too."""
-    return lambda layers, config, products: right(layers, config.model_copy(update={"exclude": ()}), products)
+def float8_layer_without_its_bias(right: Function) -> Function:
+    """A converted layer adds no bias."""
+    return lambda self, x: self._product(x, self._module.weight)
 
 
 @mutant(
