@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from areal import inference  # its names are imported when they are first used
 from areal.api import TrainEngine
@@ -47,12 +48,17 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
     dtype = getattr(torch, engine.config.dtype)
     factory = model_factory(read_config(config.model))
     model: Any = factory.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
-    if engine.config.fsdp.quantization is not None:
-        round_layers(decoder_layers(model), engine.config.fsdp.quantization)
+    _round_as_the_trainer(model, engine)
     invariant = {"batch_invariant": engine.config.fsdp.batch_invariant}
     options = {"max_context": max_context, **_SIZES, **invariant, **config.rollout}
     options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
+
+
+def _round_as_the_trainer(model: PreTrainedModel, engine: TrainEngine) -> None:
+    """Let a replica round the operands of its layers as the layers of an engine do, in place."""
+    if engine.config.fsdp.quantization is not None:
+        round_layers(decoder_layers(model), engine.config.fsdp.quantization)
 
 
 def _replay_options(config: PolicyConfig) -> dict[str, Any]:

@@ -68,6 +68,7 @@ MUON = {"optimizer.type": "muon"}
 DEEP = {"path": lambda: model_dir("qwen3", num_hidden_layers=4)}
 EXPERTS = {"path": lambda: family_dir("qwen3_moe")}
 LORA = {"lora.rank": 3}
+FLOAT8 = "unit/engine/quantization/test_float8_options.py::test_{}"
 INT4 = {"fsdp.quantization.format": "int4", "fsdp.quantization.group_size": 16}
 OVERLAP = {"megatron.overlap_grad_reduce": True}
 
@@ -150,6 +151,13 @@ OPTIONS: dict[str, Option] = {
     "fsdp.quantization.format": Option("fp8_blocks", numbers, {"fsdp.quantization": {}}),
     "fsdp.quantization.group_size": Option(8, numbers, INT4),
     "fsdp.quantization.exclude": Option(("up_proj",), numbers, INT4),
+    "fsdp.float8": Option({"emulate": True}, FLOAT8.format("engine_multiplies_by_the_products_of_a_recipe*")),
+    "fsdp.float8.recipe": Option("mxfp8", FLOAT8.format("engine_multiplies_by_the_products_of_a_recipe*")),
+    "fsdp.float8.experts": Option(
+        True, FLOAT8.format("a_module_without_grouped_products_is_named"), {"fsdp.float8.recipe": "mxfp8"}
+    ),
+    "fsdp.float8.emulate": Option(True, FLOAT8.format("hardware_sizes_and_a_missing_package_are_named")),
+    "fsdp.float8.exclude": Option(("up_proj",), FLOAT8.format("routers_and_excluded_layers_are_left_alone")),
     "fsdp.batch_invariant": Option(True, attention),
     "fsdp.compile": Option(True, compiled),
     "fsdp.compile_backend": Option(
@@ -170,6 +178,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "megatron.bucket_size": Option(1000, buckets, OVERLAP),
     "megatron.optimizer_state_dtype": Option("bfloat16", optimizers),
+    "megatron.fp8_recipe": Option(
+        "delayed", "unit/engine/quantization/test_transformer_engine_recipes.py::test_megatron_core_is_told_the_recipe*"
+    ),
     "jax.coordinator": Option(
         "localhost:1234", "dist/jax/test_world.py::test_coordinator_listens_where_the_configuration_says"
     ),

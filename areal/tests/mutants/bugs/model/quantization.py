@@ -43,12 +43,12 @@ def format_of_a_server_is_not_compared(right: Function) -> Function:
 
 
 @mutant(
-    "areal.recipes.generation.rollouts:round_layers",
+    "areal.recipes.generation.rollouts:_round_as_the_trainer",
     "dist/recipes/test_policy_recipes.py::test_replica_rounds_as_the_trainer[fsdp:d1]",
 )
 def replica_does_not_round(right: Function) -> Function:
     """Answers come from the model without the rounding of the trainer."""
-    return lambda layers, config: []
+    return lambda model, engine: None
 
 
 @mutant(

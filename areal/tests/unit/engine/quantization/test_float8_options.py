@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from areal.api import Float8Config, FSDPConfig, QuantizationConfig, TrainEngineConfig
+from areal.engine.fsdp import layers
 from areal.engine.torch.float8.layers import convert_layers
 from areal.engine.torch.float8.products import Products, float8_products
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.tiny import global_batch, loss, started
 
 CPU = torch.device("cpu")
 
@@ -42,6 +46,20 @@ def test_routers_and_excluded_layers_are_left_alone() -> None:
     everything = Float8Config(exclude=("up", "gate"))
     with pytest.raises(ValueError, match=r"float8.exclude = .*no layer is left"):
         convert_layers([Layer()], everything, HALF)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "mxfp8"])
+def test_engine_multiplies_by_the_products_of_a_recipe(recipe: Any) -> None:
+    config, batch = Float8Config(recipe=recipe, emulate=True), global_batch(0)
+    with started("fsdp:d1", path=model_dir("qwen3")) as engine:
+        plain = engine.eval_batch(batch, loss).loss
+    with (
+        mock.patch.object(layers, "float8_products", return_value=Products(half, None, 8)) as made,
+        started("fsdp:d1", path=model_dir("qwen3"), fsdp={"float8": config}) as engine,
+    ):
+        assert engine.eval_batch(batch, loss).loss != pytest.approx(plain, rel=1e-3)
+    assert made.call_args.args == (config, torch.float32, CPU)
 
 
 def test_a_module_without_grouped_products_is_named() -> None:
