@@ -160,7 +160,7 @@ def attention_leaks(right: Function) -> Function:
     return lambda self, stream, *args: right(self, TokenStream.of((len(stream),), len(stream)), *args)
 
 
-@mutant("areal.engine.attention.kernels:packed_attention", CALLS.format("weight-fsdp:d1"))
+@mutant("areal.engine.attention.kernels:_attend", CALLS.format("weight-fsdp:d1"))
 def window_off_by_one(right: Function) -> Function:
     """A sliding window is one key too wide."""
 

@@ -20,22 +20,24 @@ def wait_for_requests(client: Client, count: int) -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_state_loaded_during_a_run_replaces_running_episodes(staleness: int) -> None:
     plan = Plan(groups=3, group_size=2, max_staleness=staleness)
-    slow = threading.Event()
-    client = Client(lambda: 30.0 if slow.is_set() else 0.0)
+    slow, first = threading.Event(), plan.groups * plan.group_size
+    # Groups after those of the first batch hang, so that the state has none of them.
+    slow.set()
+    client = Client(lambda: 30.0 if slow.is_set() and len(client.asked) > first else 0.0)
     with running(client, episode(), plan) as runner:
         runner.advance(0)
         runner.next_batch(timeout=20)
+        wait_for_requests(client, first * (1 + staleness))
         state = runner.state_dict()
+        assert not state["waiting"]
         # Further groups begin, and hang when the state is loaded.
-        slow.set()
-        asked = len(client.asked)
         runner.advance(1)
-        wait_for_requests(client, asked + plan.groups * plan.group_size)
+        wait_for_requests(client, first * (2 + staleness))
         slow.clear()
         runner.load_state_dict(state)
         # Nothing starts before the weights are sent again.
         asked = len(client.asked)
-        time.sleep(0.1)
+        time.sleep(0.3)
         assert len(client.asked) == asked
         rest = []
         for trained in range(1, 5):
