@@ -11,6 +11,7 @@ _NAMES = {
     "fp8_per_channel": "fp8",  # vLLM
     "w8a8_fp8": "fp8",  # SGLang
     "fp8_per_block": "fp8_blocks",
+    "unquant": "",  # SGLang
 }
 """Servers' names of formats that they make of 16-bit weights."""
 

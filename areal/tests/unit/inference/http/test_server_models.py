@@ -113,6 +113,7 @@ def weights(**fields: Any) -> dict[str, Any]:
     [
         (None, None, None),
         ("", None, ""),
+        ("unquant", None, ""),
         ("fp8_per_tensor", None, "fp8_per_tensor"),
         ("fp8", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_blocks"),
         ("", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_blocks"),
