@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,6 +14,11 @@ from areal.api.sections.quantization import QuantizationConfig
 
 if TYPE_CHECKING:
     from areal.api.config import TrainEngineConfig
+
+
+def _first_given(options: Mapping[str, bool]) -> str | None:
+    """Return the name of the first option that is given; ``None`` without any."""
+    return next((name for name, given in options.items() if given), None)
 
 
 class FSDPConfig(BackendConfig):
@@ -131,7 +137,7 @@ class FSDPConfig(BackendConfig):
             and (float8.recipe.startswith("mxfp8") or not float8.emulate),
             f"float8.experts = True and dtype = {config.dtype!r}": float8.experts and config.dtype != "bfloat16",
         }
-        refused = next((name for name, given in others.items() if given), None)
+        refused = _first_given(others)
         if refused is not None:
             raise ValueError(
                 f"fsdp.float8 with {refused}: its products are of whole weights in bfloat16 or float32, of experts in bfloat16; leave one out"
@@ -156,6 +162,6 @@ class FSDPConfig(BackendConfig):
             "fsdp.float8": self.float8 is not None,
             "fsdp.activation_offload = True": self.activation_offload,
         }
-        refused = next((name for name, given in others.items() if given), None)
+        refused = _first_given(others)
         if refused is not None:
             raise ValueError(f"fsdp.batch_invariant = True with {refused}: leave one of the two out")

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
 from areal.engine.fsdp.activation_checkpointing import Remember
-from areal.engine.model.stacked_experts import WEIGHTS, stacked_experts
+from areal.engine.model.stacked_experts import WEIGHTS, replaced_weights, stacked_experts
 from areal.utils.collectives import ExchangeRows, exchange_counts
 from areal.utils.dtensor import local_part
 from areal.utils.platform import is_planned
@@ -168,14 +168,9 @@ class _DispatchedExperts:
         n = len(rows)
         if n == 0:  # a dummy row: the weights must have a gradient on all ranks or on none
             rows, local = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), local.new_zeros(1)
-        experts = self._experts
-        # Compute with local tensors instead of DTensors; swap them in for the duration of the call.
-        full = {name: experts._parameters[name] for name in WEIGHTS}
-        experts._parameters.update({name: local_part(parameter) for name, parameter in full.items()})
-        try:
+        # Compute with local tensors instead of DTensors.
+        with replaced_weights(self._experts, {name: local_part(self._experts._parameters[name]) for name in WEIGHTS}):
             out: Tensor = self._inner(rows, local[:, None], rows.new_ones(len(rows), 1))
-        finally:
-            experts._parameters.update(full)
         return out[:n]
 
 

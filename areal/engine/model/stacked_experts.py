@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,3 +30,14 @@ def has_stacked_experts(module: nn.Module) -> bool:
 def stacked_experts(module: nn.Module) -> list[Any]:
     """Return the modules inside of a module that have stacked experts."""
     return [x for x in module.modules() if has_stacked_experts(x)]
+
+
+@contextmanager
+def replaced_weights(module: nn.Module, weights: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which a module computes with other tensors in place of its own parameters of these names."""
+    own = {name: module._parameters[name] for name in weights}
+    module._parameters.update(weights)
+    try:
+        yield
+    finally:
+        module._parameters.update(own)

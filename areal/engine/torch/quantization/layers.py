@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from areal.api.sections.quantization import QuantizationConfig
-from areal.engine.model.stacked_experts import WEIGHTS, has_stacked_experts, is_grouped_product
+from areal.engine.model.stacked_experts import WEIGHTS, has_stacked_experts, is_grouped_product, replaced_weights
 from areal.engine.torch.quantization.formats import Format, Rounding, format_of
 
 _PRODUCTS = {F.linear, torch.bmm}
@@ -93,23 +93,15 @@ class _RoundedForward:
         self._inner = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        parameters = self._module._parameters
-        own = {name: parameters[name] for name in self._weights}
-        rounded: dict[str, Any] = {
-            name: straight_through(weight, self._form.weight) for name, weight in own.items() if weight is not None
-        }
+        rounded = {name: straight_through(getattr(self._module, name), self._form.weight) for name in self._weights}
         inputs = self._form.inputs
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if inputs is not None and isinstance(self._module, nn.Linear):
             args = (straight_through(args[0], inputs),)
         elif inputs is not None:
             watch = _RoundedInputs(inputs)
-        parameters.update(rounded)
-        try:
-            with watch:
-                return self._inner(*args, **kwargs)
-        finally:
-            parameters.update(own)
+        with replaced_weights(self._module, rounded), watch:
+            return self._inner(*args, **kwargs)
 
 
 class _RoundedInputs(TorchFunctionMode):
