@@ -63,10 +63,20 @@ def _evaluate(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, r
     return compute_outputs(replace(spec, keep_bytes=0), wanted, params, stream, rows)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(6,), keep_unused=True)
 def _forward(
+    spec: ModelSpec, wanted: Wanted, params: Params, factors: Params, stream: Stream, rows: Rows, spare: Sequence[Array]
+) -> tuple[Outputs, Outputs, Residuals]:
+    """Return outputs, those of them that are integers, and residuals, which are written to the memory of ``spare``."""
+    return _differentiate(spec, wanted, params, factors, stream, rows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _differentiate(
     spec: ModelSpec, wanted: Wanted, params: Params, factors: Params, stream: Stream, rows: Rows
 ) -> tuple[Outputs, Outputs, Residuals]:
+    """Compute :func:`_forward`. Its trace, which the shapes of the residuals are read from, is part of that program."""
+
     def run(trained: Params) -> tuple[Outputs, Outputs]:
         out = compute_outputs(spec, wanted, {**params, **trained}, stream, rows)
         integers = {name: value for name, value in out.items() if not jnp.issubdtype(value.dtype, jnp.floating)}
@@ -129,9 +139,10 @@ class ForwardCall:
 
     def differentiable(self) -> dict[str, Tensor]:
         """Return the same outputs with a backward, which adds to the gradients of the model or of the factors."""
+        arguments = (self._spec, self._wanted, self._state.params, self._factors.arrays, *self._inputs)
         with self._spec.numbers.enabled():
-            results = _forward(self._spec, self._wanted, self._state.params, self._factors.arrays, *self._inputs)
-            out, integers, self._residuals = self._spec.finished(results)
+            spare = self._state.spare.take(lambda: _differentiate.eval_shape(*arguments)[2].leaves)
+            out, integers, self._residuals = self._spec.finished(_forward(*arguments, spare))
         self._like = out
         # Autograd needs an input that requires a gradient: its own is never computed.
         anchor = torch.zeros((), requires_grad=True)
@@ -161,7 +172,9 @@ class ForwardCall:
         if not spec.trained:
             with spec.numbers.enabled():
                 new = spec.finished(_pull_factors(spec, residuals, arguments, cotangents, state.params))
-            return self._factors.gradients(new)
+            gradients = self._factors.gradients(new)
+            state.spare.give(residuals.leaves)
+            return gradients
         pending = state.require_grads()
         # Donated: until the program returns, there are no gradients.
         state.grads = None
@@ -169,6 +182,7 @@ class ForwardCall:
             state.grads = dict(_pull(spec, residuals, arguments, cotangents, state.params, pending))
         # Programs run in the background: an error of this one, and its time, belong to this micro-batch.
         jax.block_until_ready(state.grads)
+        state.spare.give(residuals.leaves)
         return ()
 
 

@@ -18,6 +18,7 @@ from areal.engine.jax.lora.factors import FactorStacks
 from areal.engine.jax.mesh import bounds, distinct, from_boxes, to_numpy
 from areal.engine.jax.model.architecture import ParameterInfo
 from areal.engine.jax.model.spec import ModelSpec
+from areal.engine.jax.spare import SpareResiduals
 from areal.engine.optimizer import GradientState
 from areal.utils.distributed import StateLostError
 from areal.utils.dtensor import Box
@@ -38,6 +39,7 @@ class ModelState:
         grads: sums of gradients; ``None`` without any.
         training: mode of the model, as of a torch module. The engine's families have no dropout.
         factors: the factors of adapters, if there are adapters.
+        spare: memory for the residuals of the next micro-batch.
     """
 
     def __init__(self, spec: ModelSpec, arrays: Mapping[str, ParameterInfo]) -> None:
@@ -46,6 +48,7 @@ class ModelState:
         self.grads: dict[str, Array] | None = None
         self.training = True
         self.factors: FactorStacks | None = None
+        self.spare = SpareResiduals(applies=spec.on_cpu and spec.mesh.size == 1)
 
     def train(self, mode: bool = True) -> None:
         """Set the mode."""

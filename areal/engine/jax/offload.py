@@ -113,6 +113,7 @@ class JAXMemory:
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Move the named kinds of arrays out. Returns the bytes that were freed."""
+        self._model.spare.clear()
         freed = 0
         for name in self._named(params, grads, optimizer):
             arrays = self._kinds[name].get()

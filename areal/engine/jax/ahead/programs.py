@@ -100,9 +100,9 @@ class Programs:
         """Compile the forward and its backward. Returns both, and the shapes of the residuals that are kept between them."""
         spec, params, inputs = self.spec, self.params, self.inputs
         with spec.numbers.enabled():
-            forward = bridge._forward.lower(spec, self.wanted, params, {}, *inputs).compile()
+            forward = bridge._forward.lower(spec, self.wanted, params, {}, *inputs, ()).compile()
             # The compiler chooses where the residuals are.
-            traced = jax.eval_shape(lambda *each: bridge._forward(spec, self.wanted, *each), params, {}, *inputs)
+            traced = jax.eval_shape(lambda *each: bridge._forward(spec, self.wanted, *each), params, {}, *inputs, ())
             out, _, residuals = jax.tree.map(
                 lambda x, sharding: ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 traced,

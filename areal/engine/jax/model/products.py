@@ -128,15 +128,22 @@ def _linear_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) ->
     grad_x = jnp.einsum("dto,oi->dti", grad, use.gather(weight)).astype(x.dtype)
     x = x.astype(use.dtype)
     if use.input_first:
-        grad_weight = jnp.einsum("dti,dto->io", x, grad, preferred_element_type=use.reduce)
-        # The barrier keeps XLA from exchanging the operands instead of transposing the result.
-        grad_weight = lax.optimization_barrier(grad_weight).T
+        grad_weight = _summed_over_rows("dit,dto->io", x, grad, use).T
     else:
         grad_weight = jnp.einsum("dto,dti->oi", grad, x, preferred_element_type=use.reduce)
     return grad_x, use.sum(grad_weight, weight)
 
 
 _trained_linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _summed_over_rows(order: str, x: Array, grad: Array, use: WeightUse) -> Array:
+    """Return the gradient ``[..., in, out]`` of a weight, from ``x`` ``[..., T, in]`` and ``grad`` ``[..., T, out]``.
+
+    XLA leaves a product over the rows of both operands to a library of a third of the rate: ``order`` is of ``x`` transposed. The barrier
+    keeps XLA from exchanging the operands instead of transposing the result.
+    """
+    return lax.optimization_barrier(jnp.einsum(order, x.swapaxes(-1, -2), grad, preferred_element_type=use.reduce))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -216,8 +223,10 @@ def _loop_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> t
     # No sum over devices here: it would be one for each chunk.
     parts = use.stored.mesh.shape["cp"]
     grad, x = (each.reshape(len(each), parts, -1, each.shape[-1]) for each in (grad, x.astype(use.dtype)))
-    order = "dcti,dcto->dcio" if use.input_first else "dcti,dcto->dcoi"
-    sums = jnp.einsum(order, x, grad, preferred_element_type=use.reduce)
+    if use.input_first:
+        sums = _summed_over_rows("dcit,dcto->dcio", x, grad, use)
+    else:
+        sums = jnp.einsum("dcti,dcto->dcoi", x, grad, preferred_element_type=use.reduce)
     return grad_x, None, lax.with_sharding_constraint(sums, use.by_device), None
 
 

@@ -1,9 +1,12 @@
-"""What a device keeps between forward and backward, with experts spread over ranks and without. Nothing is compiled."""
+"""What a device keeps between forward and backward, with experts spread over ranks and without, and where."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,8 +19,9 @@ import torch
 from jax import ShapeDtypeStruct
 from jax.sharding import AbstractMesh, Mesh
 
+from areal.api import MicroBatchSpec
 from areal.engine.jax import bridge
-from areal.engine.jax.ahead.programs import LOGPROBS
+from areal.engine.jax.ahead.programs import LOGPROBS, Programs
 from areal.engine.jax.mesh import AXES
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
 from areal.engine.jax.model.attention import Visibility
@@ -26,6 +30,7 @@ from areal.engine.jax.model.products import Numbers
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.model.token_outputs import Rows, Wanted
 from areal.tests.grid.models import FAMILIES
+from areal.tests.harness.tiny import global_batch, loss, started
 
 RANKS, TOKENS = 8, 128
 
@@ -42,7 +47,7 @@ def residual_bytes(dp: int, ep: int) -> int:
     visibility = Visibility(tokens, tokens, ShapeDtypeStruct((dp * ep, 1), jnp.int32))
     rows = Rows(tokens, tokens, ShapeDtypeStruct(tokens.shape, jnp.float32))
     wanted = Wanted(frozenset({"logprobs"}), 0)
-    forward: Any = bridge._forward
+    forward: Any = bridge._differentiate
     with numbers.enabled():
         # The function itself, which is traced each time.
         run = partial(forward.__wrapped__, spec, wanted)
@@ -66,7 +71,7 @@ def one_cpu(vocab: int = 64, tokens: int = TOKENS) -> tuple[ModelSpec, Any]:
 def test_layer_on_a_cpu_keeps_results_of_products_only() -> None:
     """A layer keeps its input, queries, keys, values, attention, its projection, gate and up, and no function of them."""
     spec, (params, *inputs) = one_cpu()
-    forward: Any = bridge._forward
+    forward: Any = bridge._differentiate
     with spec.numbers.enabled():
         run = partial(forward.__wrapped__, spec, LOGPROBS)
         *_, kept = jax.eval_shape(run, params, {}, *inputs)
@@ -90,3 +95,45 @@ def test_evaluation_keeps_no_logits() -> None:
 
 def test_rank_with_experts_of_others_keeps_its_own_tokens() -> None:
     assert residual_bytes(1, RANKS) <= 1.2 * residual_bytes(RANKS, 1)
+
+
+def addresses(arrays: Sequence[jax.Array]) -> dict[int, int]:
+    """Return the sizes of arrays by their addresses."""
+    return {x.unsafe_buffer_pointer(): x.nbytes for x in arrays}
+
+
+def test_next_micro_batch_takes_the_memory_of_residuals() -> None:
+    calls: list[tuple[dict[int, int], dict[int, int]]] = []
+    forward = bridge._forward
+
+    def recorded(*arguments: Any) -> Any:
+        given = addresses(arguments[-1])
+        results = forward(*arguments)
+        calls.append((given, addresses(results[-1].leaves)))
+        return results
+
+    with mock.patch.object(bridge, "_forward", recorded), started("jax:d1", mb_spec=MicroBatchSpec()) as engine:
+        for _ in range(2):
+            engine.train_batch(global_batch(), loss)
+        kept = sum(x.nbytes for x in jax.live_arrays())
+        engine.offload()
+        gc.collect()
+        left = sum(x.nbytes for x in jax.live_arrays())
+    (_, first), (given, second) = calls
+    assert given == first
+    # JAX may write an output of the same shape to one of them.
+    assert sum(second[each] for each in second.keys() & given.keys()) > 0.95 * sum(second.values())
+    assert left < 0.01 * kept, (left, kept)
+
+
+def test_products_of_a_backward_on_a_cpu_are_left_to_the_fast_library() -> None:
+    """XLA does not fuse a product over the rows of both operands, and runs it at a third of the rate."""
+    jax.clear_caches()  # a trace of an earlier test has its products
+    spec, _ = one_cpu(vocab=512)
+    hf = meta_model(FAMILIES["qwen3"](vocab_size=512), torch.float32)
+    programs = Programs(spec, parameters_of(hf, value_head=False), tokens=1024)  # two chunks of logits
+    _, backward, _ = programs.forward_and_backward()
+    products = [line for line in backward.as_text().splitlines() if " dot(" in line]
+    slow = [line for line in products if "lhs_contracting_dims={0}" in line]
+    assert len(products) > 10
+    assert not slow, slow

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from areal.engine.jax.model.token_outputs import compute_outputs
 from areal.tests.mutants.planting import Function, mutant
@@ -31,6 +32,24 @@ def logits_kept_without_a_backward(right: Function) -> Function:
         return compute_outputs(spec, wanted, *arguments)
 
     return wrong
+
+
+@mutant(
+    "areal.engine.jax.spare:SpareResiduals.give",
+    _RESIDUALS.format("test_next_micro_batch_takes_the_memory_of_residuals"),
+)
+def residuals_in_new_memory(right: Function) -> Function:
+    """Memory of residuals is freed after each micro-batch."""
+    return lambda self, arrays: None
+
+
+@mutant(
+    "areal.engine.jax.model.products:_summed_over_rows",
+    _RESIDUALS.format("test_products_of_a_backward_on_a_cpu_are_left_to_the_fast_library"),
+)
+def transposition_left_to_xla(right: Function) -> Function:
+    """The rows of both operands are multiplied as they are."""
+    return lambda order, x, grad, use: jnp.einsum(order.replace("it,", "ti,"), x, grad)
 
 
 @mutant(
