@@ -32,7 +32,7 @@ class SpareResiduals:
         if not self._applies:
             return ()
         wanted, (arrays, self._arrays) = shapes(), (self._arrays, ())
-        if sum(x.size * x.dtype.itemsize for x in wanted) > _MOST_BYTES:
+        if not _fits(wanted):
             return ()
         if [(x.shape, x.dtype) for x in arrays] == [(x.shape, x.dtype) for x in wanted]:
             return arrays
@@ -42,9 +42,14 @@ class SpareResiduals:
 
     def give(self, arrays: Sequence[Array]) -> None:
         """Keep the arrays of a program that has ended, up to a bound."""
-        if self._applies and sum(x.nbytes for x in arrays) <= _MOST_BYTES:
+        if self._applies and _fits(arrays):
             self._arrays = arrays
 
     def clear(self) -> None:
         """Free the memory."""
         self._arrays = ()
+
+
+def _fits(arrays: Sequence[Any]) -> bool:
+    """Return whether arrays, or their shapes and dtypes, are within the bound."""
+    return sum(x.size * x.dtype.itemsize for x in arrays) <= _MOST_BYTES

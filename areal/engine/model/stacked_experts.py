@@ -34,7 +34,7 @@ def stacked_experts(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def replaced_weights(module: nn.Module, weights: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which a module computes with other tensors in place of its own parameters of these names."""
+    """Context in which the parameters of these names are other tensors."""
     own = {name: module._parameters[name] for name in weights}
     module._parameters.update(weights)
     try:

@@ -1,4 +1,4 @@
-"""What a device keeps between forward and backward, with experts spread over ranks and without, and where."""
+"""Residuals of a device between forward and backward: their bytes, with experts spread over ranks and without, and their memory."""
 
 from __future__ import annotations
 
@@ -55,26 +55,23 @@ def residual_bytes(dp: int, ep: int) -> int:
     return sum(x.size * x.dtype.itemsize for x in kept.leaves) // (dp * ep)
 
 
-def one_cpu(vocab: int = 64, tokens: int = TOKENS) -> tuple[ModelSpec, Any]:
-    """Return a dense model on one CPU, and shapes of its parameters, of a stream and of its rows."""
+def one_cpu(vocab: int = 64, tokens: int = TOKENS) -> Programs:
+    """Return the programs of a dense model on one CPU."""
     hf = meta_model(FAMILIES["qwen3"](vocab_size=vocab), torch.float32)
     mesh = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1, 1, 1, 1), AXES)
     numbers = Numbers("float32", "float32", "float32")
     spec = ModelSpec(Architecture.of(hf), numbers, mesh, recompute=False, fp32_head=False, keep_bytes=2**30)
-    arrays = parameters_of(hf, value_head=False)
-    params = {name: ShapeDtypeStruct(info.shape, jnp.float32) for name, info in arrays.items()}
-    ids = ShapeDtypeStruct((1, tokens), jnp.int32)
-    visibility = Visibility(ids, ids, ShapeDtypeStruct((1, tokens // spec.block), jnp.int32))
-    return spec, (params, Stream(ids, visibility), Rows(ids, ids, ShapeDtypeStruct(ids.shape, jnp.float32)))
+    return Programs(spec, parameters_of(hf, value_head=False), tokens)
 
 
 def test_layer_on_a_cpu_keeps_results_of_products_only() -> None:
     """A layer keeps its input, queries, keys, values, attention, its projection, gate and up, and no function of them."""
-    spec, (params, *inputs) = one_cpu()
+    programs = one_cpu()
+    spec, params = programs.spec, programs.params
     forward: Any = bridge._differentiate
     with spec.numbers.enabled():
         run = partial(forward.__wrapped__, spec, LOGPROBS)
-        *_, kept = jax.eval_shape(run, params, {}, *inputs)
+        *_, kept = jax.eval_shape(run, params, {}, *programs.inputs)
     arch, shape = spec.arch, {name: x.shape for name, x in params.items()}
     hidden, wide = shape["model.norm.weight"][0], shape["model.layers.*.mlp.up_proj.weight"][1]
     # Attention has a log-sum-exp for each head in addition.
@@ -86,9 +83,10 @@ def test_layer_on_a_cpu_keeps_results_of_products_only() -> None:
 def test_evaluation_keeps_no_logits() -> None:
     """The backward of a step reads the logits of all tokens. Without one, they are computed in chunks of 512 and dropped."""
     vocab, tokens = 96, 1024
-    spec, arguments = one_cpu(vocab, tokens)
-    with spec.numbers.enabled():
-        program = str(jax.make_jaxpr(partial(bridge._evaluate, spec, LOGPROBS))(*arguments))
+    programs = one_cpu(vocab, tokens)
+    with programs.spec.numbers.enabled():
+        run = partial(bridge._evaluate, programs.spec, LOGPROBS)
+        program = str(jax.make_jaxpr(run)(programs.params, *programs.inputs))
     assert f"512,{vocab}]" in program
     assert f"{tokens},{vocab}]" not in program
 
@@ -128,11 +126,8 @@ def test_next_micro_batch_takes_the_memory_of_residuals() -> None:
 
 def test_products_of_a_backward_on_a_cpu_are_left_to_the_fast_library() -> None:
     """XLA does not fuse a product over the rows of both operands, and runs it at a third of the rate."""
-    jax.clear_caches()  # a trace of an earlier test has its products
-    spec, _ = one_cpu(vocab=512)
-    hf = meta_model(FAMILIES["qwen3"](vocab_size=512), torch.float32)
-    programs = Programs(spec, parameters_of(hf, value_head=False), tokens=1024)  # two chunks of logits
-    _, backward, _ = programs.forward_and_backward()
+    jax.clear_caches()  # an earlier trace has its products
+    _, backward, _ = one_cpu(vocab=512, tokens=1024).forward_and_backward()  # two chunks of logits
     products = [line for line in backward.as_text().splitlines() if " dot(" in line]
     slow = [line for line in products if "lhs_contracting_dims={0}" in line]
     assert len(products) > 10

@@ -21,7 +21,7 @@ def wait_for_requests(client: Client, count: int) -> None:
 def test_state_loaded_during_a_run_replaces_running_episodes(staleness: int) -> None:
     plan = Plan(groups=3, group_size=2, max_staleness=staleness)
     slow, first = threading.Event(), plan.groups * plan.group_size
-    # Groups after those of the first batch hang, so that the state has none of them.
+    # Groups after those of the first batch hang, so that the state contains none of them.
     slow.set()
     client = Client(lambda: 30.0 if slow.is_set() and len(client.asked) > first else 0.0)
     with running(client, episode(), plan) as runner:
