@@ -20,7 +20,7 @@ import torch
 from areal.inference import VLLM, HTTPRollout
 from areal.inference.http.group import GlooCarrier
 from areal.tests.grid.models import FAMILIES, tiny_model
-from areal.tests.harness.servers.group_sending import GroupSending
+from areal.tests.harness.servers.group.sending import GroupSending
 from areal.tests.vllm.server import PLUGIN, PYTHON, SIZES, VLLMProcess
 from areal.weight_sync.apply import ModuleSource
 

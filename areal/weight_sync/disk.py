@@ -30,7 +30,7 @@ from areal.engine.checkpoint.safetensors import INDEX_FILE, TensorFiles, TensorS
 from areal.engine.model.hub import copy_model_files, read_config
 from areal.utils.dtensor import full_box
 from areal.weight_sync.apply import Replica
-from areal.weight_sync.transport import OutgoingTensors, Transport, ignore_errors
+from areal.weight_sync.transport import OutgoingTensors, TensorTransport, ignore_errors
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def version_name(version: int) -> str:
     return f"version-{version:08d}"
 
 
-class DiskTransport(Transport):
+class DiskTransport(TensorTransport):
     """Writes each version to ``folder/version-00000007``: safetensors files, an index and a manifest.
 
     A version is published by one rename. The first rank writes and keeps the tensors of one file in host memory at
@@ -89,7 +89,7 @@ class DiskTransport(Transport):
 
 
 class _DiskSender:
-    """Implements :class:`~areal.weight_sync.transport.Sender` on a draft directory."""
+    """Implements :class:`~areal.weight_sync.transport.TensorSender` on a draft directory."""
 
     def __init__(self, folder: Path, keep: int, model: str | None, file_bytes: int) -> None:
         self._folder, self._keep, self._model = folder, keep, model

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from areal.api.control import Control
 from areal.api.weights import LocalTensor, SelectName, TensorSource, UpdateKind, WeightUpdateMeta
 from areal.weight_sync.chain import Chain, box_numbers
-from areal.weight_sync.transport import OutgoingTensors, Transport, ignore_errors
+from areal.weight_sync.transport import Transport, ignore_errors
 
 CHUNK_BYTES = 64 * 2**20
 """Size from which slices are sent together."""
@@ -180,9 +180,6 @@ class _SliceSender:
             self._send(chunk)
         self._end(complete=True)
         return names, total + size
-
-    def transfer(self, tensors: OutgoingTensors) -> None:
-        raise NotImplementedError("slices are sent, and no full tensors")
 
     def check_receivers(self) -> None:
         """Wait until the receivers have staged the update.

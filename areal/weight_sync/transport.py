@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
@@ -52,14 +53,10 @@ class OutgoingTensors:
 
 
 class Sender(Protocol):
-    """Work of one rank in an update, specific to the transport."""
+    """Work of one rank in an update before and after the transfer."""
 
     def prepare(self, version: int, kind: UpdateKind) -> None:
         """Check that the update can be sent, before any tensor is gathered."""
-        ...
-
-    def transfer(self, tensors: OutgoingTensors) -> None:
-        """Iterate to the end and send everything to the receivers, which do not use it yet."""
         ...
 
     def commit(self, meta: WeightUpdateMeta) -> None:
@@ -75,8 +72,16 @@ class Sender(Protocol):
         ...
 
 
-class Transport:
-    """Sends updates. Every rank of the trainer has one and calls :meth:`send`; ranks with a ``sender`` do the sending.
+class TensorSender(Sender, Protocol):
+    """Work of one rank in an update of full tensors."""
+
+    def transfer(self, tensors: OutgoingTensors) -> None:
+        """Iterate to the end and send everything to the receivers, which do not use it yet."""
+        ...
+
+
+class Transport(ABC):
+    """Sends updates. Every rank of the trainer has one and calls :meth:`send`.
 
     Args:
         control: control plane over all ranks of the trainer (``engine.control``).
@@ -93,11 +98,7 @@ class Transport:
         self._control, self._sender, self._cast = control, sender, cast
 
     def send(self, source: TensorSource, version: int, *, select: SelectName | None = None) -> WeightUpdateMeta:
-        """Implement :meth:`areal.api.WeightTransport.send`.
-
-        An error of the sending rank is raised only after all ranks have iterated to the end, so that no rank is
-        left waiting in a collective of the source.
-        """
+        """Implement :meth:`areal.api.WeightTransport.send`."""
         WeightUpdateMeta(version, _kind(select), 0, 0)  # validates the version
         note = self.unsent_note.format(version=version)
         # Step 1, prepare: fails before the expensive part.
@@ -110,26 +111,11 @@ class Transport:
         if self._sender is not None:
             self._sender.close()
 
+    @abstractmethod
     def _stream(
         self, source: TensorSource, version: int, select: SelectName | None, note: str
     ) -> WeightUpdateMeta | None:
-        """Send all tensors. Returns their description on a rank that sends."""
-
-        def stream() -> WeightUpdateMeta | None:
-            tensors, outgoing = stream_of(source, self._cast), None
-            if self._sender is not None:
-                outgoing = OutgoingTensors(tensors, version, select, self._cast)
-                try:
-                    self._sender.transfer(outgoing)
-                except Exception:
-                    # The other ranks are in the collectives of the source: iterate to the end with them, then raise.
-                    with contextlib.suppress(Exception):
-                        _iterate_to_end(tensors)
-                    raise
-            _iterate_to_end(tensors)
-            return None if outgoing is None else outgoing.meta
-
-        return self._attempt(stream, note)
+        """Send all tensors. Collective. Returns their description on a rank that sends. An error is raised on all ranks, and has the note."""
 
     def _commit(self, meta: WeightUpdateMeta | None, version: int) -> WeightUpdateMeta:
         def commit() -> WeightUpdateMeta | None:
@@ -168,6 +154,37 @@ class Transport:
             raise
 
 
+class TensorTransport(Transport):
+    """Sends full tensors, which all ranks gather. Ranks with a ``sender`` send them.
+
+    An error of the sending rank is raised only after all ranks have iterated to the end, so that no rank is left waiting in a collective of
+    the source.
+    """
+
+    def __init__(self, control: Control, sender: TensorSender | None, *, cast: torch.dtype | None = None) -> None:
+        super().__init__(control, sender, cast=cast)
+        self._sends = sender
+
+    def _stream(
+        self, source: TensorSource, version: int, select: SelectName | None, note: str
+    ) -> WeightUpdateMeta | None:
+        def stream() -> WeightUpdateMeta | None:
+            tensors, outgoing = stream_of(source, self._cast), None
+            if self._sends is not None:
+                outgoing = OutgoingTensors(tensors, version, select, self._cast)
+                try:
+                    self._sends.transfer(outgoing)
+                except Exception:
+                    # The other ranks are in the collectives of the source: iterate to the end with them, then raise.
+                    with contextlib.suppress(Exception):
+                        _iterate_to_end(tensors)
+                    raise
+            _iterate_to_end(tensors)
+            return None if outgoing is None else outgoing.meta
+
+        return self._attempt(stream, note)
+
+
 def _iterate_to_end(tensors: Iterator[NamedTensor]) -> None:
     for _ in tensors:
         pass
@@ -177,7 +194,7 @@ def _kind(select: SelectName | None) -> UpdateKind:
     return "full" if select is None else "selected"
 
 
-class DirectTransport(Transport):
+class DirectTransport(TensorTransport):
     """Copies weights into a module of the same process. Ranks may have a module each, or none.
 
     The update is staged until every rank has received it, which needs the memory of the module's weights a second
@@ -201,7 +218,7 @@ class DirectTransport(Transport):
 
 
 class _DirectSender:
-    """Implements :class:`Sender` by copies within the process."""
+    """Implements :class:`TensorSender` by copies within the process."""
 
     def __init__(self, replica: Replica, device: torch.device) -> None:
         self._replica, self._device = replica, device

@@ -29,6 +29,7 @@ import areal.tests.mutants.bugs.rollouts.order
 import areal.tests.mutants.bugs.rollouts.recipes
 import areal.tests.mutants.bugs.rollouts.rewards
 import areal.tests.mutants.bugs.rollouts.rollout
+import areal.tests.mutants.bugs.rollouts.server_weights
 import areal.tests.mutants.bugs.rollouts.servers
 import areal.tests.mutants.bugs.rollouts.sglang
 import areal.tests.mutants.bugs.rollouts.stored_samples

@@ -1,5 +1,6 @@
-"""Weights over a process group into inference servers: the trainer is rank 0, the workers of all servers are the others."""
+"""Weights into the workers of inference servers without files: over a process group, or through memory of the same GPUs."""
 
 from areal.inference.http.group.carrier import Carrier, GlooCarrier, NCCLCarrier, TorchCarrier
+from areal.inference.http.group.ipc import IPCCarrier
 
-__all__ = ["Carrier", "GlooCarrier", "NCCLCarrier", "TorchCarrier"]
+__all__ = ["Carrier", "GlooCarrier", "IPCCarrier", "NCCLCarrier", "TorchCarrier"]

@@ -20,17 +20,10 @@ from areal.weight_sync.nccl import NCCLCommunicator, NCCLError, NCCLLibrary
 from areal.weight_sync.transport import ignore_errors
 
 
-class Carrier(Protocol):
-    """A process group that is created again after each :meth:`abort`.
+class Meeting(Protocol):
+    """A process group of the trainer and the workers, which is created again after each :meth:`abort`."""
 
-    Attributes:
-        device: device of the buffers.
-    """
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def open(self, size: int) -> Mapping[str, str | int]:
+    def open(self, size: int) -> Mapping[str, Any]:
         """Prepare a new group. Does not wait.
 
         Args:
@@ -49,16 +42,27 @@ class Carrier(Protocol):
         """
         ...
 
+    def abort(self) -> None:
+        """Leave the group at once, also during a call in another thread. Must not raise. May be called twice."""
+        ...
+
+
+class Carrier(Meeting, Protocol):
+    """A group in which the trainer broadcasts buffers.
+
+    Attributes:
+        device: device of the buffers.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
     def broadcast(self, buffers: Sequence[Tensor], seconds: float) -> None:
         """Send buffers to all members, in order, and wait until they are sent.
 
         Raises:
             RuntimeError, TimeoutError: a member is lost. The group must be aborted.
         """
-        ...
-
-    def abort(self) -> None:
-        """Leave the group at once, also during a call in another thread. Must not raise. May be called twice."""
         ...
 
 

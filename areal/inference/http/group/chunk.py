@@ -36,6 +36,11 @@ class Chunk:
     specs: tuple[TensorSpec, ...]
     buffers: tuple[Tensor, ...]
 
+    @property
+    def names(self) -> str:
+        """Names of the first and the last tensor, for errors."""
+        return f"{self.specs[0].name} to {self.specs[-1].name}"
+
 
 class ChunkMemory:
     """Two buffers that take turns: one is filled while the other one is sent. They grow to the largest tensor.
@@ -47,16 +52,23 @@ class ChunkMemory:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
+        self.release()
+
+    def release(self) -> None:
+        """Give up both buffers."""
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * 2
         self._index = 0
 
     def take(self, nbytes: int) -> Tensor:
         """Return the buffer that was not taken last, uint8 ``[N]`` with at least this size."""
         self._index = 1 - self._index
         if len(self._buffers[self._index]) < nbytes:
-            size = max(nbytes, self.nbytes)
-            self._buffers[self._index] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._buffers[self._index] = self.allocate(max(nbytes, self.nbytes))
         return self._buffers[self._index]
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return a new buffer, uint8 ``[nbytes]``."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 def cut_chunks(tensors: Iterable[NamedTensor], memory: ChunkMemory, packed_bytes: int | None = None) -> Iterator[Chunk]:

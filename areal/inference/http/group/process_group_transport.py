@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from areal.api.control import Control
 from areal.inference.http.group.carrier import Carrier
-from areal.inference.http.group.chunk import CHUNK_BYTES
+from areal.inference.http.group.chunk import CHUNK_BYTES, ChunkMemory, cut_chunks
 from areal.inference.http.group.sender import GroupSender, Members
 from areal.inference.http.servers.group_routes import GroupRoutes
-from areal.weight_sync.transport import Transport
+from areal.weight_sync.transport import OutgoingTensors, TensorTransport
+
+INTERRUPTED_NOTE = (
+    "version {version} was not sent; servers that had received some of it are refused until an update has succeeded"
+)
+"""Added to the error of an update of servers that load tensors as they come."""
 
 
-class ProcessGroupTransport(Transport):
+class ProcessGroupTransport(TensorTransport):
     """Broadcasts from the rank that owns the servers. The next chunk is gathered while the current one is sent.
 
     A server that dies, hangs or refuses a tensor raises an error with its name on every rank, within ``timeout`` seconds. The update has
@@ -35,9 +42,7 @@ class ProcessGroupTransport(Transport):
         ValueError: a size or the time limit is not positive.
     """
 
-    unsent_note = (
-        "version {version} was not sent; servers that had received some of it are refused until an update has succeeded"
-    )
+    unsent_note = INTERRUPTED_NOTE
 
     def __init__(
         self,
@@ -56,7 +61,36 @@ class ProcessGroupTransport(Transport):
                 raise ValueError(f"{name} = {value}: it must be above 0")
         sender = None
         if servers is not None:
-            sender = GroupSender(
-                servers, routes, carrier, chunk_bytes=chunk_bytes, packed_bytes=packed_bytes, timeout=timeout
-            )
+            memory = ChunkMemory(chunk_bytes, carrier.device)
+            sender = BroadcastSender(servers, routes, carrier, memory, packed_bytes=packed_bytes, timeout=timeout)
         super().__init__(control, sender, cast=cast)
+
+
+class BroadcastSender(GroupSender):
+    """Implements :class:`~areal.weight_sync.transport.TensorSender`: a round is a chunk, which is announced on all servers and broadcast.
+
+    Args:
+        servers, routes, packed_bytes, timeout: as in :class:`~areal.inference.http.group.sender.GroupSender`.
+        carrier: carrier of the tensors.
+        memory: buffers of the chunks, on the carrier's device.
+    """
+
+    def __init__(
+        self,
+        servers: Members,
+        routes: GroupRoutes,
+        carrier: Carrier,
+        memory: ChunkMemory,
+        *,
+        packed_bytes: int | None,
+        timeout: float,
+    ) -> None:
+        super().__init__(servers, routes, carrier, packed_bytes=packed_bytes, timeout=timeout)
+        self._broadcasts, self._memory = carrier, memory
+
+    def transfer(self, tensors: OutgoingTensors) -> None:
+        for chunk in cut_chunks(tensors, self._memory, self._packed_bytes):
+            # The next chunk is gathered while this one is on its way.
+            send = partial(self._broadcasts.broadcast, chunk.buffers, self._timeout)
+            self.start_round(f"{chunk.names} did not reach every server", self._routes.update(chunk.specs), send)
+        self.end_round()

@@ -1,4 +1,4 @@
-"""Sender of weights over a process group, on the rank that owns the servers."""
+"""The servers of an update that load tensors as they come, on the rank that owns them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 
 from areal.api.weights import UpdateKind, WeightUpdateMeta
 from areal.inference.http.fleet import Fleet
-from areal.inference.http.group.carrier import Carrier, in_thread
-from areal.inference.http.group.chunk import Chunk, ChunkMemory, cut_chunks
+from areal.inference.http.group.carrier import Meeting, in_thread
 from areal.inference.http.label import Owner
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.servers.group_routes import GroupRoutes
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
-from areal.weight_sync.transport import OutgoingTensors, ignore_errors
+from areal.weight_sync.transport import ignore_errors
 
 R = TypeVar("R", bound=ReplyBody)
 
@@ -25,17 +24,16 @@ _RECOVER_SECONDS = 5.0
 
 
 class GroupSender:
-    """Implements :class:`~areal.weight_sync.transport.Sender` for inference servers.
+    """Implements :class:`~areal.weight_sync.transport.Sender` for inference servers. A transfer consists of rounds.
 
-    One group has the trainer as rank 0 and the workers of all servers. It is created with the first update, and again after a fault, or
-    when servers have come, gone or restarted. Servers generate until the first chunk is ready. They load tensors as they come, so that
-    a server that is interrupted has lost its weights.
+    One group has the trainer and the workers of all servers. It is created with the first update, and again after a fault, or when servers
+    have come, gone or restarted. Servers generate until the first round. They load tensors as they come, so that a server that is
+    interrupted has lost its weights.
 
     Args:
         servers: the servers.
         routes: requests of the servers' kind.
-        carrier: carrier of the tensors.
-        chunk_bytes: maximum size of a chunk, unless a single tensor is larger. The carrier's device has two of them in memory.
+        carrier: place where the trainer and the workers meet.
         packed_bytes: size of packed buffers; ``None`` to send tensors one by one.
         timeout: seconds for each request, and for all members to join or to receive a chunk.
 
@@ -47,15 +45,13 @@ class GroupSender:
         self,
         servers: Members,
         routes: GroupRoutes,
-        carrier: Carrier,
+        carrier: Meeting,
         *,
-        chunk_bytes: int,
         packed_bytes: int | None,
         timeout: float,
     ) -> None:
         self._servers, self._routes, self._carrier = servers, routes, carrier
         self._packed_bytes, self._timeout = packed_bytes, timeout
-        self._memory = ChunkMemory(chunk_bytes, carrier.device)
         self.size = 0
         self._joined: dict[str, int] = {}  # workers by URL of the group's servers
         self._starts: dict[str, int] = {}  # numbers of restarts of the group's servers, as their fleet counts
@@ -77,14 +73,31 @@ class GroupSender:
             self._make_group(members)
         self._starts, self._labels = starts, labels
 
-    def transfer(self, tensors: OutgoingTensors) -> None:
-        for chunk in cut_chunks(tensors, self._memory, self._packed_bytes):
-            # The next chunk is gathered while this one is on its way.
-            self._end_round()
-            if not self._held:
-                self._start()
-            self._send(chunk)
-        self._end_round()
+    def start_round(self, what: str, call: HTTPCall[ReplyBody], work: Callable[[], None]) -> None:
+        """Send a request to all servers, with a call of the carrier at the same time. Ends the last round before. Does not wait.
+
+        The first round stops generation, and starts the update.
+
+        Args:
+            what: name of the round, for errors.
+            call: request, which returns when the tensors of the round are loaded.
+            work: call of the carrier.
+        """
+        self.end_round()
+        if not self._held:
+            self._start()
+        calls = {url: self._servers.call(url, call, self._timeout) for url in self._joined}
+        self._round = Round(what, calls, self._carrier, work, self._timeout)
+
+    def end_round(self) -> None:
+        """Wait until the tensors of the last round are loaded.
+
+        Raises:
+            RuntimeError: a server or the carrier failed, or did not answer in time. Names the servers.
+        """
+        if self._round is not None:
+            self._round.end()
+            self._round = None
 
     def commit(self, meta: WeightUpdateMeta) -> None:
         label = self._servers.label(meta.version)
@@ -174,24 +187,6 @@ class GroupSender:
         if errors:
             raise RuntimeError("; ".join(map(str, errors.values())))
 
-    def _send(self, chunk: Chunk) -> None:
-        """Announce a chunk on all servers, and broadcast it."""
-        call = self._routes.update(chunk.specs)
-        calls = {url: self._servers.call(url, call, self._timeout) for url in self._joined}
-        first, last = chunk.specs[0].name, chunk.specs[-1].name
-        self._round = Round(
-            f"{first} to {last} did not reach every server",
-            calls,
-            self._carrier,
-            lambda: self._carrier.broadcast(chunk.buffers, self._timeout),
-            self._timeout,
-        )
-
-    def _end_round(self) -> None:
-        if self._round is not None:
-            self._round.end()
-            self._round = None
-
     # ---- requests
 
     def _ask(self, urls: Sequence[str], call: HTTPCall[R]) -> dict[str, R]:
@@ -239,7 +234,7 @@ class Round:
     """
 
     def __init__(
-        self, what: str, calls: Mapping[str, Future[Any]], carrier: Carrier, work: Callable[[], None], seconds: float
+        self, what: str, calls: Mapping[str, Future[Any]], carrier: Meeting, work: Callable[[], None], seconds: float
     ) -> None:
         self._what, self._calls, self._carrier = what, dict(calls), carrier
         self._deadline, self._seconds = time.monotonic() + seconds, seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.inference.http.servers.http_call import HTTPCall, LabelReply, ReplyBody
@@ -34,9 +34,7 @@ class GroupRoutes(Protocol):
     def label(self) -> HTTPCall[LabelReply]:
         """Request for the label of the server's weights, which a restart resets."""
 
-    def join(
-        self, where: Mapping[str, str | int], offset: int, size: int, packed_bytes: int | None
-    ) -> HTTPCall[ReplyBody]:
+    def join(self, where: Mapping[str, Any], offset: int, size: int, packed_bytes: int | None) -> HTTPCall[ReplyBody]:
         """Return the request to join a group. It returns when all members have joined.
 
         Args:
@@ -66,3 +64,28 @@ class GroupRoutes(Protocol):
     @property
     def recover(self) -> Sequence[HTTPCall[ReplyBody]]:
         """Requests that end an interrupted update, so that the next one can start. Some fail, depending on where it was interrupted."""
+
+
+Handles = Mapping[str, Any]
+"""Unique id of a GPU -> handle with which another process opens memory of that GPU."""
+
+
+class HandleRoutes(GroupRoutes, Protocol):
+    """Requests with which a server's workers load tensors from memory of the trainer on their own GPUs. There is no group."""
+
+    def take(self, specs: Sequence[TensorSpec], handles: Handles) -> HTTPCall[ReplyBody]:
+        """Return the request to load tensors, which lie one after the other, without gaps. It returns when the memory may be changed.
+
+        Args:
+            specs: the tensors.
+            handles: of the memory, on each GPU that has a worker.
+        """
+
+
+@runtime_checkable
+class TakesHandles(Protocol):
+    """Routes of a kind of server that has :class:`HandleRoutes` too."""
+
+    @property
+    def by_handles(self) -> HandleRoutes:
+        """Those requests."""

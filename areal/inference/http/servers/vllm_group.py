@@ -1,18 +1,21 @@
-"""Weights to vLLM servers over a process group."""
+"""Weights to vLLM servers over a process group, or by handles of memory on the same GPUs."""
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import Field
 
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.inference.http.servers.dialect import expect
-from areal.inference.http.servers.group_routes import INTERRUPTED
+from areal.inference.http.servers.group_routes import INTERRUPTED, Handles
 from areal.inference.http.servers.http_call import Anything, Empty, HTTPCall, LabelReply, ReplyBody, RequestBody
 
 # Read and run against vLLM 0.32.0: ``entrypoints/rl/online/api_router.py`` (routes), ``distributed/weight_transfer/nccl_common.py``,
-# ``nccl_engine.py`` and ``packed_tensor.py`` (fields, and the order of the broadcasts), ``v1/worker/gpu_worker.py`` and
+# ``nccl_engine.py``, ``ipc_engine.py`` and ``packed_tensor.py`` (fields, and the order of the broadcasts), ``v1/worker/gpu_worker.py`` and
 # ``model_executor/model_loader/reload/layerwise.py`` (state of an interrupted update).
 
 
@@ -25,7 +28,7 @@ class VLLMWorldSize(ReplyBody):
 class VLLMInitTransfer(RequestBody):
     """``POST /init_weight_transfer_engine``."""
 
-    init_info: dict[str, str | int | bool]
+    init_info: dict[str, Any]
 
 
 class VLLMUpdateInfo(RequestBody):
@@ -36,10 +39,17 @@ class VLLMUpdateInfo(RequestBody):
     shapes: list[list[int]]
 
 
+class VLLMHandleInfo(VLLMUpdateInfo):
+    """``update_info`` of the backend ``ipc``."""
+
+    tensor_sizes: list[int]
+    ipc_handles_pickled: str
+
+
 class VLLMUpdateWeights(RequestBody):
     """``POST /update_weights``."""
 
-    update_info: VLLMUpdateInfo
+    update_info: VLLMUpdateInfo | VLLMHandleInfo
 
 
 class VLLMFinishUpdate(RequestBody):
@@ -58,6 +68,10 @@ class VLLMGroupRoutes:
 
     packs = True
 
+    @property
+    def by_handles(self) -> VLLMHandleRoutes:
+        return VLLMHandleRoutes()
+
     workers = HTTPCall.get("/get_world_size", VLLMWorldSize)
     label = HTTPCall.get("/weight_info", LabelReply)
     leave = (HTTPCall("/shutdown_weight_transfer_engine", Empty(), Anything),)
@@ -66,21 +80,14 @@ class VLLMGroupRoutes:
     def read_workers(self, reply: ReplyBody) -> int:
         return expect(VLLMWorldSize, reply).world_size
 
-    def join(
-        self, where: Mapping[str, str | int], offset: int, size: int, packed_bytes: int | None
-    ) -> HTTPCall[Anything]:
-        info: dict[str, str | int | bool] = {**where, "rank_offset": offset, "world_size": size}
+    def join(self, where: Mapping[str, Any], offset: int, size: int, packed_bytes: int | None) -> HTTPCall[Anything]:
+        info: dict[str, Any] = {**where, "rank_offset": offset, "world_size": size}
         if packed_bytes is not None:
             info |= {"packed": True, "packed_buffer_size_bytes": packed_bytes}
         return HTTPCall("/init_weight_transfer_engine", VLLMInitTransfer(init_info=info), Anything)
 
     def update(self, specs: Sequence[TensorSpec]) -> HTTPCall[Anything]:
-        info = VLLMUpdateInfo(
-            names=[spec.name for spec in specs],
-            dtype_names=[str(spec.dtype).removeprefix("torch.") for spec in specs],
-            shapes=[list(spec.shape) for spec in specs],
-        )
-        return HTTPCall("/update_weights", VLLMUpdateWeights(update_info=info), Anything)
+        return _update(VLLMUpdateInfo(**_columns(specs)))
 
     def finish(self, label: str) -> Sequence[HTTPCall[Anything]]:
         return (HTTPCall("/finish_weight_update", VLLMFinishUpdate(weight_version=label), Anything),)
@@ -89,3 +96,28 @@ class VLLMGroupRoutes:
     def recover(self) -> Sequence[HTTPCall[Anything]]:
         # The start fails if the update is still active. The label keeps others from taking these weights for complete ones.
         return (*self.start, *self.finish(INTERRUPTED))
+
+
+class VLLMHandleRoutes(VLLMGroupRoutes):
+    """Routes of vLLM with ``--weight-transfer-config '{"backend": "ipc"}'``, on servers with ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``."""
+
+    def join(self, where: Mapping[str, Any], offset: int, size: int, packed_bytes: int | None) -> HTTPCall[Anything]:
+        return HTTPCall("/init_weight_transfer_engine", VLLMInitTransfer(init_info={"packed": True}), Anything)
+
+    def take(self, specs: Sequence[TensorSpec], handles: Handles) -> HTTPCall[Anything]:
+        # The standard alphabet, as for ``nccl_unique_id_b64``.
+        pickled = base64.b64encode(pickle.dumps(dict(handles))).decode()
+        sizes = [spec.nbytes for spec in specs]
+        return _update(VLLMHandleInfo(**_columns(specs), tensor_sizes=sizes, ipc_handles_pickled=pickled))
+
+
+def _columns(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    return {
+        "names": [spec.name for spec in specs],
+        "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }
+
+
+def _update(info: VLLMUpdateInfo) -> HTTPCall[Anything]:
+    return HTTPCall("/update_weights", VLLMUpdateWeights(update_info=info), Anything)

@@ -19,7 +19,7 @@ from areal.tests.harness.tiny import chosen, global_batch, local_batch, loss, sa
 from areal.tests.harness.world import record, world
 from areal.utils.dtensor import gathered_dtype
 from areal.weight_sync import DirectTransport, ModuleSource
-from areal.weight_sync.transport import Transport
+from areal.weight_sync.transport import TensorTransport
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_transport_lets_the_engine_cast(backend: str) -> None:
         exact, all_bytes = streamed(engine, None)
         sender: Any = Kept() if engine.control.rank == 0 else None
         with Traffic() as traffic:
-            meta = Transport(engine.control, sender, cast=torch.bfloat16).send(engine, 1)
+            meta = TensorTransport(engine.control, sender, cast=torch.bfloat16).send(engine, 1)
         if sender is not None:
             assert same_bits(sender.tensors, {name: x.bfloat16() for name, x in exact.items()})
         assert 0 < traffic.nbytes == all_bytes / 2
@@ -73,7 +73,7 @@ def test_transport_lets_the_engine_cast(backend: str) -> None:
         # Ranks that would gather shards of two dtypes are told before the gather.
         cast = torch.bfloat16 if engine.control.rank == 0 else None
         with pytest.raises(ValueError, match=r"cast = \[torch.bfloat16, None\].*the same dtype on all"):
-            Transport(engine.control, None, cast=cast).send(engine, 2)
+            TensorTransport(engine.control, None, cast=cast).send(engine, 2)
         direct = DirectTransport(engine.control, None)
         with pytest.raises(StopIteration):
             direct.send(engine, 2)

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from areal.tests.vllm.server import send
 
 PROMPT = [1, 2, 3, 4, 5]
+TOLERANCE = 1e-5
+"""Of a log-prob of an answer of 16 tokens."""
 
 
 class Generated(NamedTuple):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,20 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from areal.api.weights import NamedTensor
 from areal.inference.http import VLLM
 from areal.inference.http.group import GlooCarrier
 from areal.inference.http.group.sender import GroupSender
 from areal.tests.harness.limits import PROMPTLY, promptly
-from areal.tests.harness.servers.group_sending import GroupSending
-from areal.tests.vllm.group.engine import UPDATES
-from areal.tests.vllm.group.generating import Generated, differences, generate, served_error
-from areal.tests.vllm.server import PLUGIN, VLLMProcess, marks, replica
-from areal.weight_sync.apply import ModuleSource
+from areal.tests.harness.servers.group.sending import GroupSending
+from areal.tests.vllm.group.engine import assert_served_after_each_step
+from areal.tests.vllm.group.generating import TOLERANCE, Generated, differences, generate, served_error
+from areal.tests.vllm.group.sources import Weights, stop_after
+from areal.tests.vllm.server import PLUGIN, VLLMProcess, marks
 
 pytestmark = marks
 
-TOLERANCE = 1e-5
 LONG_TOLERANCE = 3e-5
 """For answers of hundreds of tokens."""
 ALL = 2**30
@@ -50,17 +45,6 @@ def make(vllm: VLLMProcess) -> Iterator[Make]:
             return stack.enter_context(GroupSending([vllm.url], VLLM(), GlooCarrier(), **{"timeout": 60, **options}))
 
         yield make_one
-
-
-class Weights:
-    """Weights of a seed. ``then`` is called with each name before the next tensor, and may return another name."""
-
-    def __init__(self, seed: int, then: Callable[[str], str | None] = lambda name: None) -> None:
-        self.model, self._then = replica(seed), then
-
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        for name, tensor in ModuleSource(self.model).named_tensors():
-            yield NamedTensor(self._then(name) or name, tensor)
 
 
 def test_backend_of_the_tests_runs_the_real_engine(vllm: VLLMProcess) -> None:
@@ -89,23 +73,7 @@ def test_served_log_probs_are_those_of_the_model_after_each_update(
 def test_server_has_the_weights_of_an_engine_after_each_step(
     vllm: VLLMProcess, backend: str, packed_bytes: int, chunk_bytes: int
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "1" if "d1" in backend else "2",
-    ]
-    command += ["-m", "areal.tests.vllm.group.engine", vllm.url, backend, str(packed_bytes), str(chunk_bytes)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [each["version"] for each in found] == [*range(1, UPDATES + 1)]
-    assert max(each["error"] for each in found) < TOLERANCE
-    assert min(each["before"] for each in found) > 100 * TOLERANCE
+    assert_served_after_each_step(vllm.url, backend, str(packed_bytes), chunk_bytes)
 
 
 def test_cast_weights_are_served(vllm: VLLMProcess, make: Make) -> None:
@@ -156,18 +124,6 @@ def test_running_requests_go_on_with_the_new_weights(vllm: VLLMProcess, make: Ma
             assert not own.any() or difference[own].max() < LONG_TOLERANCE
             assert own.all() or difference[~own].max() > 100 * TOLERANCE
     assert any(len(set(answer.labels)) > 1 for answer in answers)
-
-
-def stop_after(ending: str) -> Callable[[str], str | None]:
-    stopped = []
-
-    def then(name: str) -> str | None:
-        if stopped:
-            raise OSError("the source broke")
-        stopped.extend([name] if name.endswith(ending) else [])
-        return None
-
-    return then
 
 
 def rename(ending: str) -> Callable[[str], str | None]:

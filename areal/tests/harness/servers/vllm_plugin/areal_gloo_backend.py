@@ -1,4 +1,6 @@
-"""Backend ``gloo`` of vLLM's weight transfer: its NCCL backend on a CPU, with vLLM's own cutting, loading and life cycle.
+"""Backends of vLLM's weight transfer on a CPU: ``gloo`` is its NCCL backend, and ``files`` its backend ``ipc``.
+
+Cutting, loading and life cycle are vLLM's own.
 
 Loaded by vLLM (plugin group ``vllm.general_plugins``), in an environment without areal.
 """
@@ -9,14 +11,17 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 from vllm.distributed.weight_transfer import packed_tensor
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 SECONDS = 60.0
@@ -86,7 +91,30 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
             super().update_weights(update_info)
 
 
+class FilesWeightTransferEngine(IPCWeightTransferEngine):
+    """The backend ``ipc`` with files in place of CUDA's handles. The worker's GPU is named by a variable."""
+
+    def receive_weights(self, update_info: Any) -> None:
+        gpu = SimpleNamespace(uuid=os.environ["AREAL_TEST_GPU"])
+        with (
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),
+            mock.patch.object(reductions, "rebuild_cuda_tensor", opened),
+        ):
+            super().receive_weights(update_info)
+
+
+def opened(
+    kind: type, size: Any, stride: Any, offset: int, storage: type, dtype: Any, device: Any, file: str, nbytes: int
+) -> torch.Tensor:
+    """Open a file as ``rebuild_cuda_tensor`` opens memory, whose first arguments it has."""
+    return torch.from_file(file, shared=True, size=nbytes, dtype=dtype)
+
+
+ENGINES = {"gloo": GlooWeightTransferEngine, "files": FilesWeightTransferEngine}
+
+
 def register() -> None:
-    """Register the backend. vLLM calls it in each of its processes."""
-    if "gloo" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+    """Register the backends. vLLM calls it in each of its processes."""
+    for name, engine in ENGINES.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, engine)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from areal.api.weights import NamedTensor
-from areal.tests.harness.servers.group_server import GroupServer
+from areal.tests.harness.servers.group.server import GroupServer
 
 Q = "layers.0.q_proj.weight"
 

@@ -19,8 +19,8 @@ from areal.inference.http import VLLM, SGLang
 from areal.inference.http.group import GlooCarrier, TorchCarrier
 from areal.inference.http.group.chunk import ChunkMemory, cut_chunks
 from areal.tests.harness.limits import promptly
-from areal.tests.harness.servers.group_sending import GroupSending, version_in
-from areal.tests.harness.servers.group_server import GroupServer
+from areal.tests.harness.servers.group.sending import GroupSending, version_in
+from areal.tests.harness.servers.group.server import GroupServer
 from areal.tests.unit.inference.group.sent_weights import SHAPES, Q, Weights, assert_has, interrupted_after
 from areal.weight_sync.apply import ModuleSource
 
@@ -265,7 +265,7 @@ def test_module_arrives_under_its_names(make: Make) -> None:
 
 def test_sglang_receives_over_a_named_group() -> None:
     shapes = json.dumps({name: list(shape) for name, shape in SHAPES.items()})
-    command = [sys.executable, "-m", "areal.tests.harness.servers.group_server", shapes]
+    command = [sys.executable, "-m", "areal.tests.harness.servers.group.server", shapes]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"

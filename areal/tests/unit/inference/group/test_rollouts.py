@@ -11,7 +11,7 @@ import pytest
 from areal.inference.http import VLLM, HTTPRollout
 from areal.inference.http.group import GlooCarrier
 from areal.tests.harness.limits import promptly
-from areal.tests.harness.servers.group_server import GroupServer
+from areal.tests.harness.servers.group.server import GroupServer
 from areal.tests.unit.inference.group.sent_weights import SHAPES, Weights, assert_has, interrupted_after
 from areal.utils.distributed import ControlPlane
 

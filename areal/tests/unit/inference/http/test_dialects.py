@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from areal.inference.http import VLLM, Dialect, HTTPRollout
-from areal.inference.http.group import GlooCarrier
+from areal.inference.http import VLLM, Dialect, HTTPRollout, SGLang
+from areal.inference.http.group import GlooCarrier, IPCCarrier
 from areal.inference.http.servers.dialect import Ask, Routes, ServedModel
 from areal.inference.http.servers.vllm import VLLMRoutes
 from areal.inference.protocol import Sampling
@@ -55,4 +55,6 @@ def test_labels_sleep_and_groups_are_optional(sglang: Process, tmp_path: Path) -
         ValueError, match=r"carrier = .*: servers of this kind get weights by files only: leave it None"
     ):
         HTTPRollout(sglang.url, Bare(), carrier=GlooCarrier())
+    with pytest.raises(ValueError, match=r"carrier = .*: servers of this kind take no handles of memory: pass another"):
+        HTTPRollout(sglang.url, SGLang(), carrier=IPCCarrier())
     assert threading.active_count() == threads

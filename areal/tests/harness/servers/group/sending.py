@@ -1,4 +1,4 @@
-"""Weights over a process group, as a rollout with a carrier sends them, with buffers of other sizes."""
+"""Weights to servers, as a rollout with a carrier sends them, with buffers of other sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 from areal.api.control import Control
 from areal.api.weights import WeightUpdateMeta
 from areal.inference.http.fleet import Fleet
-from areal.inference.http.group import Carrier
+from areal.inference.http.group.ipc import IPCCarrier, IPCTransport
 from areal.inference.http.group.process_group_transport import ProcessGroupTransport
 from areal.inference.http.group.sender import Members
 from areal.inference.http.label import Owner
@@ -18,7 +18,10 @@ from areal.inference.http.server import Server
 from areal.inference.http.server_connection import ServerConnection
 from areal.inference.http.server_state import UpdateTimes
 from areal.inference.http.servers.dialect import Dialect
+from areal.inference.http.servers.group_routes import TakesHandles
+from areal.inference.http.updates import AnyCarrier
 from areal.utils.distributed import ControlPlane
+from areal.weight_sync.transport import Transport
 
 
 class GroupSending:
@@ -30,14 +33,14 @@ class GroupSending:
         carrier: carrier of the tensors.
         control: control plane over the ranks of the trainer.
         timeout: seconds for each step of an update.
-        options: those of :class:`ProcessGroupTransport`.
+        options: those of the transport of the carrier.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
         dialect: Dialect,
-        carrier: Carrier,
+        carrier: AnyCarrier,
         *,
         control: Control | None = None,
         timeout: float = 10.0,
@@ -49,9 +52,14 @@ class GroupSending:
         self.servers = [Server(ServerConnection(url, {}), dialect, self._owner, 0, ModelCheck(None)) for url in here]
         self._fleet = Fleet(self.servers, UpdateTimes(timeout, 1.0), "test-servers")
         members = Members(self._fleet, self._owner) if here else None
-        assert dialect.group is not None
-        options = {"timeout": timeout, **options}
-        self._transport = ProcessGroupTransport(control, members, dialect.group, carrier, **options)
+        routes, options = dialect.group, {"timeout": timeout, **options}
+        assert routes is not None
+        self._transport: Transport
+        if isinstance(carrier, IPCCarrier):
+            assert isinstance(routes, TakesHandles)
+            self._transport = IPCTransport(control, members, routes, carrier, **options)
+        else:
+            self._transport = ProcessGroupTransport(control, members, routes, carrier, **options)
         self._fleet.submit(self._fleet.open()).result()
 
     def send(self, source: Any, version: int, **options: Any) -> WeightUpdateMeta:

@@ -3,7 +3,7 @@
 The state of an interrupted update is that of vLLM 0.32.0: a fused layer is loaded when it has as many elements as it needs, whichever they
 are, and keeps what it has until ``/finish_weight_update``.
 
-``python -m areal.tests.harness.servers.group_server`` runs a server in a process, and prints its port.
+``python -m areal.tests.harness.servers.group.server`` runs a server in a process, and prints its port.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,90 +23,11 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world, rendezvous
 
-SECONDS = 60.0
-"""Time limit of a receive."""
+from areal.tests.harness.servers.group.worker import SECONDS, Refused, Worker, describe
+
 AT_ONCE = ("/get_world_size", "/weight_info", "/model_info", "/server_info", "/pause", "/resume")
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-
-
-class Refused(Exception):
-    """An answer with status 500."""
-
-
-class Worker:
-    """One worker: member of the group, and its loaded weights."""
-
-    def __init__(self, shapes: dict[str, torch.Size]) -> None:
-        self.group: Any = None
-        self.active = False
-        self.in_place = False  # SGLang copies each tensor into its part of a layer
-        self.weights: dict[str, Tensor] = {}
-        self.pending: dict[str, list[tuple[str, Tensor]]] = {}  # tensors of layers that are not complete
-        self.needed: Counter[str] = Counter()
-        for name, shape in shapes.items():
-            self.needed[layer_of(name)] += shape.numel()
-        self.loaded: set[str] = set()
-
-    def leave(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            group.abort()
-
-    def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]], packed: int | None) -> None:
-        if self.group is None:
-            raise Refused("weight transfer not initialized")
-        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(dtypes, shapes, strict=True)]
-        if packed is None:
-            for name, tensor in zip(names, tensors, strict=True):
-                self._broadcast(tensor)
-                self.load(name, tensor)
-            return
-        # A buffer ends after the tensor that exceeds the limit.
-        batch: list[tuple[str, Tensor]] = []
-        for i, entry in enumerate(zip(names, tensors, strict=True)):
-            batch.append(entry)
-            size = sum(tensor.nbytes for _, tensor in batch)
-            if size > packed or i == len(names) - 1:
-                buffer = torch.empty(size, dtype=torch.uint8)
-                self._broadcast(buffer)
-                for (name, tensor), data in zip(batch, buffer.split([t.nbytes for _, t in batch]), strict=True):
-                    self.load(name, data.clone().view(tensor.dtype).view(tensor.shape))
-                batch = []
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        layer = layer_of(name)
-        if self.in_place:
-            self.weights[name] = tensor
-            return
-        if layer not in self.needed:
-            raise Refused(f"there is no module or parameter named {name!r}")
-        if layer in self.loaded:
-            return  # excess tensors are dropped
-        self.pending.setdefault(layer, []).append((name, tensor))
-        if sum(each.numel() for _, each in self.pending[layer]) >= self.needed[layer]:
-            self.weights.update(self.pending.pop(layer))
-            self.loaded.add(layer)
-
-    def reset(self) -> None:
-        self.pending, self.loaded = {}, set()
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        try:
-            self.group.broadcast([tensor], options).wait()
-        except RuntimeError:
-            self.leave()  # releases workers that wait for this one
-            raise
 
 
 class GroupServer:
@@ -250,6 +170,8 @@ class GroupServer:
         return KeyError(route)
 
     def init(self, info: dict[str, Any]) -> Any:
+        if info == {"packed": True}:  # backend ``ipc``: nothing is to be joined
+            return {"message": "Weight transfer initialized"}
         self.world = (info["rank_offset"], info["world_size"])
         self.packed = info["packed_buffer_size_bytes"] if info.get("packed") else None
         timeout = timedelta(seconds=SECONDS)
@@ -267,7 +189,10 @@ class GroupServer:
 
         def receive(i: int, worker: Worker) -> None:
             try:
-                worker.receive(info["names"], info["dtype_names"], info["shapes"], self.packed)
+                if "ipc_handles_pickled" in info:
+                    worker.read(info, f"gpu-{i}")
+                else:
+                    worker.receive(info["names"], info["dtype_names"], info["shapes"], self.packed)
             except BaseException:
                 worker.active = False
                 raise
@@ -343,17 +268,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-
-
-def layer_of(name: str) -> str:
-    """Return the name of the layer that a tensor belongs to, as the server fuses it."""
-    for part, fused in FUSED.items():
-        name = name.replace(part, fused)
-    return name
-
-
-def describe(worker: Worker) -> dict[str, float]:
-    return {name: float(tensor.double().sum()) for name, tensor in worker.weights.items()}
 
 
 def join_like_sglang(body: dict[str, Any]) -> Any:

@@ -1,0 +1,1 @@
+"""Test servers that receive weights without files, and the ways over which they do."""
