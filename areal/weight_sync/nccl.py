@@ -191,6 +191,15 @@ class NCCLCommunicator:
         data = tensor.data_ptr()
         self._run("ncclBroadcast", (data, data, tensor.numel(), _dtype(tensor), root), seconds)
 
+    @property
+    def pointer(self) -> int:
+        """The ``ncclComm_t``, for libraries that run collectives of their own on the stream."""
+        return int(self._require().value or 0)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the stream is idle."""
+        self._wait(time.monotonic() + seconds, f"the work on the stream did not end within {seconds:g} s")
+
     def abort(self) -> None:
         """Stop running collectives and release the communicator. From any thread, also twice."""
         with self._lock:
@@ -204,6 +213,10 @@ class NCCLCommunicator:
         late = f"{name} did not end within {seconds:g} s"
         self._start(name, lambda comm: (*arguments, comm, self._stream.cuda_stream))
         self._settle(deadline, late)
+        self._wait(deadline, late)
+
+    def _wait(self, deadline: float, late: str) -> None:
+        """Wait until the stream is idle."""
         while not self._stream.query():
             # A rank that is lost is reported by NCCL, or not at all: then the time limit ends the wait.
             self._check(deadline, late)

@@ -22,13 +22,14 @@ from areal.inference.http.answer import Answer
 from areal.inference.http.clients.client_pool import ClientPool
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.sender import Members
+from areal.inference.http.group.transports import AnyCarrier
 from areal.inference.http.label import Owner
 from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Outdated, UpdateTimes
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
-from areal.inference.http.updates import AnyCarrier, WeightUpdates
+from areal.inference.http.updates import WeightUpdates
 from areal.inference.protocol import Completion, Sampling, checked_prompt, without_media
 from areal.inference.stop_strings import StopStrings
 from areal.inference.together import gather_or_cancel
@@ -64,9 +65,8 @@ class HTTPRollout:
         urls: base URLs, such as ``http://host:30000``.
         dialect: kind of server; see its docstring for the options with which the servers must be started.
         folder: directory for weights only, which the servers can read under the same path. May be left out with a carrier.
-        carrier: sends weights over a process group with the servers' workers, such as
-            :class:`~areal.inference.http.group.NCCLCarrier`, or through memory of the same GPUs
-            (:class:`~areal.inference.http.group.IPCCarrier`); adapters still go by ``folder``. ``None`` writes them to ``folder``.
+        carrier: sends weights without files, such as :class:`~areal.inference.http.group.NCCLCarrier` over a process group with the servers'
+            workers; adapters still go by ``folder``. ``None`` writes weights to ``folder``.
         control: control plane over the ranks of the trainer (``engine.control``); ``None`` if this process alone has the engine.
         model: directory or hub name of the model that servers must have. Its configuration is written with the weights, and its tokenizer
             finds stop strings. ``None`` compares the servers with each other.

@@ -16,22 +16,17 @@ from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.model.hub import read_config
 from areal.engine.model.media import model_factory
 from areal.inference.http.fleet import Fleet
-from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import PACKED_BYTES
-from areal.inference.http.group.ipc import IPCCarrier, IPCTransport
-from areal.inference.http.group.process_group_transport import ProcessGroupTransport
 from areal.inference.http.group.sender import Members
+from areal.inference.http.group.transports import AnyCarrier, transport_by
 from areal.inference.http.server_state import Away
 from areal.inference.http.servers.dialect import Dialect
-from areal.inference.http.servers.group_routes import TakesHandles
 from areal.utils.distributed import EngineLostError
 from areal.weight_sync.apply import Replica, StreamSource
 from areal.weight_sync.disk import DiskTransport, version_name
 from areal.weight_sync.transport import Transport
 
 logger = logging.getLogger(__name__)
-
-AnyCarrier = Carrier | IPCCarrier
 
 _KEPT = 2
 """Versions of an adapter that stay in the folder, as of a model."""
@@ -78,17 +73,10 @@ class WeightUpdates:
         routes = self._dialect.group
         if routes is None:
             raise ValueError(f"carrier = {carrier!r}: servers of this kind get weights by files only: leave it None")
-        if not isinstance(carrier, IPCCarrier):
-            packed = PACKED_BYTES if routes.packs else None
-            self._transport = ProcessGroupTransport(
-                self._control, servers, routes, carrier, packed_bytes=packed, cast=cast, timeout=seconds
-            )
-        elif isinstance(routes, TakesHandles):
-            self._transport = IPCTransport(self._control, servers, routes, carrier, cast=cast, timeout=seconds)
-        else:
-            raise ValueError(
-                f"carrier = {carrier!r}: servers of this kind take no handles of memory: pass another carrier"
-            )
+        packed = PACKED_BYTES if routes.packs else None
+        self._transport = transport_by(
+            carrier, self._control, servers, routes, cast=cast, timeout=seconds, packed_bytes=packed
+        )
 
     def sync(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights, or its selected adapter if the dialect has one."""

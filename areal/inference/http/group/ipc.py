@@ -123,7 +123,7 @@ class IPCTransport(Transport):
     def _load(self, handles: Handles) -> None:
         """Let the servers load the chunk."""
         if self._group is not None and self._chunk is not None:
-            call = self._routes.take(self._chunk.specs, handles)
+            call = self._routes.load(self._chunk.specs, handles)
             self._group.start_round(f"{self._chunk.names} did not reach every server", call, lambda: None)
 
     def _end(self) -> None:

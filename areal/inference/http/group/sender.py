@@ -133,10 +133,14 @@ class GroupSender:
     # ---- the group
 
     def _make_group(self, members: Sequence[str]) -> None:
-        """Create a group with the trainer and all workers of the members."""
+        """Leave the last group, and create another one."""
         self._leave()
         # Members that did not notice the end of the last group; there may be none.
         self._each(members, self._routes.leave, min(self._timeout, _RECOVER_SECONDS))
+        self._join(members)
+
+    def _join(self, members: Sequence[str]) -> None:
+        """Create a group with the trainer and all workers of the members."""
         sizes = {
             url: self._routes.read_workers(reply) for url, reply in self._ask(members, self._routes.workers).items()
         }
@@ -251,20 +255,31 @@ class Round:
         if len(done) == len(everything) and not any(each.exception() for each in done):
             return
         # Servers that failed by themselves, before the carrier left the others alone.
-        first = self._failed()
+        first = self.failed()
         if not first and self._work in done:
             wait(self._calls.values(), _NAMING_SECONDS, FIRST_EXCEPTION)
-            first = self._failed()
+            first = self.failed()
         silent = self._silent() if not first and self._work not in done else {}
         self._carrier.abort()
         wait(everything, _NAMING_SECONDS)
         # A server that is gone explains the errors of the others.
-        gone = {url: text for url, text in self._failed().items() if is_gone(self._calls[url].exception())}
+        gone = {url: text for url, text in self.failed().items() if is_gone(self._calls[url].exception())}
         own = self._work.exception() if self._work.done() else None
-        texts = list((gone or {**first, **silent, **self._failed()}).values()) or ([str(own)] if own else [])
+        texts = list((gone or {**first, **silent, **self.failed()}).values()) or ([str(own)] if own else [])
         raise RuntimeError(f"{self._what}: {'; '.join(texts) or f'it did not end within {self._seconds:g} s'}")
 
-    def _failed(self) -> dict[str, str]:
+    def abort_on_error(self) -> None:
+        """Abort the carrier as soon as a request fails, while this thread does not wait for the end."""
+
+        def look(call: Future[Any]) -> None:
+            if call.cancelled() or call.exception() is not None:
+                self._carrier.abort()
+
+        for call in self._calls.values():
+            call.add_done_callback(look)
+
+    def failed(self) -> dict[str, str]:
+        """Return the errors of the requests so far, by URL."""
         return {url: str(call.exception()) for url, call in self._calls.items() if call.done() and call.exception()}
 
     def _silent(self) -> dict[str, str]:

@@ -73,7 +73,7 @@ Handles = Mapping[str, Any]
 class HandleRoutes(GroupRoutes, Protocol):
     """Requests with which a server's workers load tensors from memory of the trainer on their own GPUs. There is no group."""
 
-    def take(self, specs: Sequence[TensorSpec], handles: Handles) -> HTTPCall[ReplyBody]:
+    def load(self, specs: Sequence[TensorSpec], handles: Handles) -> HTTPCall[ReplyBody]:
         """Return the request to load tensors, which lie one after the other, without gaps. It returns when the memory may be changed.
 
         Args:
@@ -89,3 +89,15 @@ class TakesHandles(Protocol):
     @property
     def by_handles(self) -> HandleRoutes:
         """Those requests."""
+
+
+@runtime_checkable
+class ShardRoutes(GroupRoutes, Protocol):
+    """Requests with which a server's workers receive shards of a trainer's ranks. :meth:`join` gets the plan in ``where``."""
+
+    @property
+    def workers_of_replica(self) -> HTTPCall[ReplyBody]:
+        """Request for the number of workers that have one copy of the model, which :meth:`read_workers` reads."""
+
+    def receive(self, names: Sequence[str]) -> HTTPCall[ReplyBody]:
+        """Return the request to receive tensors in this order. It returns when they are loaded."""

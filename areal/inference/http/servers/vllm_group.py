@@ -1,4 +1,4 @@
-"""Weights to vLLM servers over a process group, or by handles of memory on the same GPUs."""
+"""Weights to vLLM servers over a process group, by handles of memory on the same GPUs, or as shards."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from areal.inference.http.servers.dialect import expect
 from areal.inference.http.servers.group_routes import INTERRUPTED, Handles
 from areal.inference.http.servers.http_call import Anything, Empty, HTTPCall, LabelReply, ReplyBody, RequestBody
 
-# Read and run against vLLM 0.32.0: ``entrypoints/rl/online/api_router.py`` (routes), ``distributed/weight_transfer/nccl_common.py``,
-# ``nccl_engine.py``, ``ipc_engine.py`` and ``packed_tensor.py`` (fields, and the order of the broadcasts), ``v1/worker/gpu_worker.py`` and
-# ``model_executor/model_loader/reload/layerwise.py`` (state of an interrupted update).
+# Read and run against vLLM 0.32.0: ``entrypoints/rl/online/api_router.py`` (routes), in ``distributed/weight_transfer`` ``nccl_common.py``,
+# ``nccl_engine.py``, ``ipc_engine.py``, ``m2n_engine.py`` and ``packed_tensor.py`` (fields, and the order of the broadcasts),
+# ``v1/worker/gpu_worker.py`` and ``model_executor/model_loader/reload/layerwise.py`` (state of an interrupted update).
 
 
 class VLLMWorldSize(ReplyBody):
@@ -46,10 +46,16 @@ class VLLMHandleInfo(VLLMUpdateInfo):
     ipc_handles_pickled: str
 
 
+class VLLMShardInfo(RequestBody):
+    """``update_info`` of the backend ``nccl_m2n``."""
+
+    names: list[str]
+
+
 class VLLMUpdateWeights(RequestBody):
     """``POST /update_weights``."""
 
-    update_info: VLLMUpdateInfo | VLLMHandleInfo
+    update_info: VLLMHandleInfo | VLLMUpdateInfo | VLLMShardInfo
 
 
 class VLLMFinishUpdate(RequestBody):
@@ -59,7 +65,8 @@ class VLLMFinishUpdate(RequestBody):
 
 
 class VLLMGroupRoutes:
-    """Routes of vLLM. The servers need ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "nccl"}'``.
+    """Routes of vLLM. The servers need ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "nccl"}'``, or
+    ``"nccl_m2n"`` for shards.
 
     Tensors are loaded as they come: an interrupted server has lost its weights. Its layers stay prepared for the rest of the
     update, and would take tensors of the next update for the missing ones. ``/finish_weight_update`` ends that state, but is refused
@@ -69,10 +76,11 @@ class VLLMGroupRoutes:
     packs = True
 
     @property
-    def by_handles(self) -> VLLMHandleRoutes:
-        return VLLMHandleRoutes()
+    def by_handles(self) -> VLLMHandleGroupRoutes:
+        return VLLMHandleGroupRoutes()
 
     workers = HTTPCall.get("/get_world_size", VLLMWorldSize)
+    workers_of_replica = HTTPCall.get("/get_world_size", VLLMWorldSize, {"include_dp": "false"})
     label = HTTPCall.get("/weight_info", LabelReply)
     leave = (HTTPCall("/shutdown_weight_transfer_engine", Empty(), Anything),)
     start = (HTTPCall("/start_weight_update", Empty(), Anything),)
@@ -89,6 +97,9 @@ class VLLMGroupRoutes:
     def update(self, specs: Sequence[TensorSpec]) -> HTTPCall[Anything]:
         return _update(VLLMUpdateInfo(**_columns(specs)))
 
+    def receive(self, names: Sequence[str]) -> HTTPCall[Anything]:
+        return _update(VLLMShardInfo(names=list(names)))
+
     def finish(self, label: str) -> Sequence[HTTPCall[Anything]]:
         return (HTTPCall("/finish_weight_update", VLLMFinishUpdate(weight_version=label), Anything),)
 
@@ -98,13 +109,13 @@ class VLLMGroupRoutes:
         return (*self.start, *self.finish(INTERRUPTED))
 
 
-class VLLMHandleRoutes(VLLMGroupRoutes):
+class VLLMHandleGroupRoutes(VLLMGroupRoutes):
     """Routes of vLLM with ``--weight-transfer-config '{"backend": "ipc"}'``, on servers with ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``."""
 
     def join(self, where: Mapping[str, Any], offset: int, size: int, packed_bytes: int | None) -> HTTPCall[Anything]:
         return HTTPCall("/init_weight_transfer_engine", VLLMInitTransfer(init_info={"packed": True}), Anything)
 
-    def take(self, specs: Sequence[TensorSpec], handles: Handles) -> HTTPCall[Anything]:
+    def load(self, specs: Sequence[TensorSpec], handles: Handles) -> HTTPCall[Anything]:
         # The standard alphabet, as for ``nccl_unique_id_b64``.
         pickled = base64.b64encode(pickle.dumps(dict(handles))).decode()
         sizes = [spec.nbytes for spec in specs]
@@ -119,5 +130,5 @@ def _columns(specs: Sequence[TensorSpec]) -> dict[str, Any]:
     }
 
 
-def _update(info: VLLMUpdateInfo) -> HTTPCall[Anything]:
+def _update(info: VLLMUpdateInfo | VLLMShardInfo) -> HTTPCall[Anything]:
     return HTTPCall("/update_weights", VLLMUpdateWeights(update_info=info), Anything)

@@ -2,7 +2,7 @@
 
 ``torchrun --nproc-per-node N -m areal.tests.vllm.group.engine URL BACKEND PACKED_BYTES CHUNK_BYTES``
 
-``PACKED_BYTES`` are those of a process group; ``files`` sends by handles of memory.
+``PACKED_BYTES`` are those of a process group; ``files`` sends by handles of memory, and ``shards`` what each rank has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from areal.api.control import Control
 from areal.inference.http import VLLM
 from areal.inference.http.group import GlooCarrier
 from areal.tests.harness.servers.group.memory import FileCarrier
+from areal.tests.harness.servers.group.resharding import GlooReshardCarrier
 from areal.tests.harness.servers.group.sending import GroupSending
 from areal.tests.harness.tiny import global_batch, local_batch, loss, started, weights_of
 from areal.tests.vllm.group.generating import served_error
@@ -32,6 +33,8 @@ def sending(url: str, control: Control, packed_bytes: str, chunk_bytes: int) -> 
     """Return the transport to a server."""
     if packed_bytes == "files":
         return GroupSending([url], VLLM(), FileCarrier(f"gpu-{control.rank}", chunk_bytes), control=control, timeout=60)
+    if packed_bytes == "shards":
+        return GroupSending([url], VLLM(), GlooReshardCarrier(), control=control, timeout=60)
     packed = int(packed_bytes) or None
     options: dict[str, Any] = {"packed_bytes": packed, "chunk_bytes": chunk_bytes, "timeout": 60}
     return GroupSending([url], VLLM(), GlooCarrier(), control=control, **options)

@@ -9,19 +9,15 @@ from typing import Any, Self
 from areal.api.control import Control
 from areal.api.weights import WeightUpdateMeta
 from areal.inference.http.fleet import Fleet
-from areal.inference.http.group.ipc import IPCCarrier, IPCTransport
-from areal.inference.http.group.process_group_transport import ProcessGroupTransport
 from areal.inference.http.group.sender import Members
+from areal.inference.http.group.transports import AnyCarrier, transport_by
 from areal.inference.http.label import Owner
 from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import ServerConnection
 from areal.inference.http.server_state import UpdateTimes
 from areal.inference.http.servers.dialect import Dialect
-from areal.inference.http.servers.group_routes import TakesHandles
-from areal.inference.http.updates import AnyCarrier
 from areal.utils.distributed import ControlPlane
-from areal.weight_sync.transport import Transport
 
 
 class GroupSending:
@@ -33,7 +29,7 @@ class GroupSending:
         carrier: carrier of the tensors.
         control: control plane over the ranks of the trainer.
         timeout: seconds for each step of an update.
-        options: those of the transport of the carrier.
+        options: those of :func:`transport_by`.
     """
 
     def __init__(
@@ -52,14 +48,9 @@ class GroupSending:
         self.servers = [Server(ServerConnection(url, {}), dialect, self._owner, 0, ModelCheck(None)) for url in here]
         self._fleet = Fleet(self.servers, UpdateTimes(timeout, 1.0), "test-servers")
         members = Members(self._fleet, self._owner) if here else None
-        routes, options = dialect.group, {"timeout": timeout, **options}
-        assert routes is not None
-        self._transport: Transport
-        if isinstance(carrier, IPCCarrier):
-            assert isinstance(routes, TakesHandles)
-            self._transport = IPCTransport(control, members, routes, carrier, **options)
-        else:
-            self._transport = ProcessGroupTransport(control, members, routes, carrier, **options)
+        assert dialect.group is not None
+        options = {"packed_bytes": None, "cast": None, "timeout": timeout, **options}
+        self._transport = transport_by(carrier, control, members, dialect.group, **options)
         self._fleet.submit(self._fleet.open()).result()
 
     def send(self, source: Any, version: int, **options: Any) -> WeightUpdateMeta:

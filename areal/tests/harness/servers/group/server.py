@@ -44,8 +44,8 @@ class GroupServer:
         closes: routes whose next call is not answered: the connection is closed.
     """
 
-    def __init__(self, shapes: dict[str, torch.Size], workers: int = 1) -> None:
-        self.shapes = shapes
+    def __init__(self, shapes: dict[str, torch.Size], workers: int = 1, replicas: int = 1) -> None:
+        self.shapes, self.replicas = shapes, replicas
         self.workers = [Worker(shapes) for _ in range(workers)]
         self.calls: list[str] = []
         self.bodies: dict[str, Any] = {}
@@ -93,7 +93,7 @@ class GroupServer:
     def answer(self, route: str, body: dict[str, Any], query: str) -> Any:
         match route:
             case "/get_world_size":
-                return {"world_size": len(self.workers)}
+                return {"world_size": len(self.workers) // (self.replicas if "include_dp=false" in query else 1)}
             case "/weight_info" | "/model_info":
                 return {"weight_version": self.label}
             case "/server_info":
@@ -172,6 +172,9 @@ class GroupServer:
     def init(self, info: dict[str, Any]) -> Any:
         if info == {"packed": True}:  # backend ``ipc``: nothing is to be joined
             return {"message": "Weight transfer initialized"}
+        if "src_mesh_dims" in info:
+            self.each(lambda i, worker: worker.join_shards(info, i))
+            return {"message": "Weight transfer initialized"}
         self.world = (info["rank_offset"], info["world_size"])
         self.packed = info["packed_buffer_size_bytes"] if info.get("packed") else None
         timeout = timedelta(seconds=SECONDS)
@@ -191,6 +194,8 @@ class GroupServer:
             try:
                 if "ipc_handles_pickled" in info:
                     worker.read(info, f"gpu-{i}")
+                elif "shapes" not in info:
+                    worker.receive_shards(info["names"])
                 else:
                     worker.receive(info["names"], info["dtype_names"], info["shapes"], self.packed)
             except BaseException:

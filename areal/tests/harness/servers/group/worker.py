@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.tests.harness.servers.group.memory import opened
+from areal.tests.harness.servers.vllm_plugin import areal_fake_m2n as m2n
 
 SECONDS = 60.0
 """Time limit of a receive."""
@@ -38,13 +39,18 @@ class Worker:
         self.weights: dict[str, Tensor] = {}
         self.pending: dict[str, list[tuple[str, Tensor]]] = {}  # tensors of layers that are not complete
         self.needed: Counter[str] = Counter()
+        self.known = set(shapes)
+        self.plan: dict[str, Any] = {}
+        self.taken: list[tuple[int, int] | None] = []
         for name, shape in shapes.items():
             self.needed[layer_of(name)] += shape.numel()
         self.loaded: set[str] = set()
 
     def leave(self) -> None:
         group, self.group = self.group, None
-        if group is not None:
+        if isinstance(group, m2n.Comm):
+            group.destroy()
+        elif group is not None:
             group.abort()
 
     def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]], packed: int | None) -> None:
@@ -77,6 +83,39 @@ class Worker:
         for name, dtype, shape, data in zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True):
             self.load(name, data.clone().view(getattr(torch, dtype)).view(shape))
 
+    def join_shards(self, info: dict[str, Any], index: int) -> None:
+        """Join the ranks of a trainer, and tell them what this worker takes, as vLLM's engine ``nccl_m2n`` does."""
+        self.plan = info
+        first = info["rank_offset"]
+        self.group = m2n.Comm(base64.b64decode(info["nccl_unique_id_b64"]), first + index, info["world_size"], SECONDS)
+        shards = info["dst_mesh_dims"][1]
+        self.taken = [taken(name, shape, shards) for name, shape in zip(info["names"], info["shapes"], strict=True)]
+        table = torch.tensor([each or (-2, -2) for each in self.taken], dtype=torch.int8)
+        self.group.broadcast(table, first)
+
+    def receive_shards(self, names: list[str]) -> None:
+        """Receive this worker's part of each tensor."""
+        plan, group = self.plan, self.group
+        if group is None or names != plan["names"]:
+            raise Refused("nccl_m2n weight transfer not initialized")
+        for i, name in enumerate(names):
+            if name not in self.known:
+                raise Refused(f"there is no module or parameter named {name!r}")
+            mesh, shape = tuple(plan["dst_mesh_dims"]), list(plan["shapes"][i])
+            if self.taken[i] is not None:
+                shape[self.taken[i][1]] //= mesh[1]
+            part = torch.empty(shape, dtype=getattr(torch, plan["dtype_names"][i]))
+            sides = {}
+            for side, dims, start, codes in (
+                ("src", tuple(plan["src_mesh_dims"]), 0, plan["src_placements"][i]),
+                ("dst", mesh, plan["rank_offset"], self.taken[i]),
+            ):
+                dims, codes = (dims, codes) if codes is not None else ((dims[0] * dims[1], 1), (-1, 0))
+                sides[f"{side}_mesh"] = m2n.Mesh(dims, start_rank=start)
+                sides[f"{side}_placements"] = [m2n.Replicate() if code == -1 else m2n.Shard(code) for code in codes]
+            m2n.reshard(None, part, group, None, handle=m2n.Handle(), **sides)
+            self.weights[name] = part
+
     def load(self, name: str, tensor: Tensor) -> None:
         layer = layer_of(name)
         if self.in_place:
@@ -102,6 +141,12 @@ class Worker:
         except RuntimeError:
             self.leave()  # releases workers that wait for this one
             raise
+
+
+def taken(name: str, shape: list[int], shards: int) -> tuple[int, int] | None:
+    """Return the placement over replicas and workers of a replica that a worker takes; ``None`` for the whole tensor."""
+    dimension = 0 if "embed" in name else 1 if "o_proj" in name or "down_proj" in name else None
+    return None if dimension is None or shards == 1 or shape[dimension] % shards else (-1, dimension)
 
 
 def layer_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Backends of vLLM's weight transfer on a CPU: ``gloo`` is its NCCL backend, and ``files`` its backend ``ipc``.
+"""Backends of vLLM's weight transfer on a CPU: ``gloo`` is its NCCL backend, ``files`` its ``ipc``, and ``shards`` its ``nccl_m2n``.
 
 Cutting, loading and life cycle are vLLM's own.
 
@@ -15,14 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import areal_fake_m2n
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
-from vllm.distributed.weight_transfer import packed_tensor
+from vllm.distributed.weight_transfer import m2n_engine, packed_tensor
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.m2n_engine import M2NWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers import utils
 
 SECONDS = 60.0
 
@@ -110,11 +113,48 @@ def opened(
     return torch.from_file(file, shared=True, size=nbytes, dtype=dtype)
 
 
-ENGINES = {"gloo": GlooWeightTransferEngine, "files": FilesWeightTransferEngine}
+class ShardsWeightTransferEngine(M2NWeightTransferEngine):
+    """The backend ``nccl_m2n`` over gloo. What each worker takes is planned by vLLM."""
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        def join(info: Any, config: Any) -> Any:
+            rank = config.data_parallel_index * config.world_size + config.rank + info.rank_offset
+            return areal_fake_m2n.Comm(info.nccl_unique_id_bytes, rank, info.world_size)
+
+        with (
+            mock.patch.object(m2n_engine, "import_m2n", return_value=areal_fake_m2n),
+            mock.patch.object(m2n_engine, "worker_init_process_group", join),
+        ):
+            super().init_transfer_engine(init_info)
+
+    def receive_weights(self, update_info: Any) -> None:
+        with (
+            mock.patch.object(m2n_engine, "comm_ptr", lambda comm: comm),
+            mock.patch.object(torch.cuda, "current_stream", return_value=NoStream()),
+        ):
+            super().receive_weights(update_info)
+
+    def shutdown(self) -> None:
+        with mock.patch.object(torch.accelerator, "synchronize"):
+            super().shutdown()
+
+
+ENGINES = {
+    "gloo": GlooWeightTransferEngine,
+    "files": FilesWeightTransferEngine,
+    "shards": ShardsWeightTransferEngine,
+}
+
+
+def keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Leave a layer's weights as they are on a GPU, where ``nccl_m2n`` writes into them. vLLM packs them on a CPU."""
+    layer.cpu_linear = torch.nn.functional.linear
 
 
 def register() -> None:
     """Register the backends. vLLM calls it in each of its processes."""
+    if os.environ.get("AREAL_TEST_PLAIN_WEIGHTS"):
+        utils.dispatch_cpu_unquantized_gemm = keep_weights
     for name, engine in ENGINES.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from areal.tests.mutants.planting import Function, mutant
@@ -34,5 +35,62 @@ def memory_of_chunks_kept(right: Function) -> Function:
     def wrong(self: Any) -> None:
         if not hasattr(self, "_buffers"):
             right(self)
+
+    return wrong
+
+
+PLAN = "unit/inference/group/test_reshard_plan.py::test_{}"
+SHARDS = "dist/weights/test_shards_to_servers.py::test_{}"
+
+
+@mutant("areal.inference.http.group.reshard_plan:ReshardPlan.rows", PLAN.format("everything_is_sent[*4*]"))
+def every_rank_sends_all_rows(right: Function) -> Function:
+    """Each rank sends the whole of a tensor that all have, and not its rows."""
+    return lambda self, placements, shape, rank: slice(0, shape[0])
+
+
+@mutant("areal.inference.http.group.reshard_plan:join_boxes", PLAN.format("neighbouring_parts_of_a_rank_are_one"))
+def gaps_between_parts_joined(right: Function) -> Function:
+    """Parts of a rank count as one although others lie between them."""
+
+    def wrong(boxes: Any) -> Any:
+        joined = right(boxes)
+        if joined is None and boxes:
+            return right(boxes[:1])
+        return joined
+
+    return wrong
+
+
+@mutant(
+    "areal.inference.http.group.reshard_plan:box_of",
+    PLAN.format("shards_with_replicas_are_sent_as_they_lie"),
+)
+def replicas_counted_in_the_other_order(right: Function) -> Function:
+    """Ranks of a mesh are counted along its first axis first."""
+    return lambda shape, mesh, placements, rank: right(
+        shape, mesh, placements, rank % mesh[0] * mesh[1] + rank // mesh[0]
+    )
+
+
+@mutant(
+    "areal.inference.http.group.reshard_sender:ReshardSender.invite",
+    SHARDS.format("groups_are_made_again_for_another_source_or_server[*fsdp:d1*]"),
+)
+def plan_of_the_first_source_kept(right: Function) -> Function:
+    """Servers keep the plan of the first source, whatever the next one has."""
+    return lambda self, plan: right(self, self._plan or plan)
+
+
+@mutant(
+    "areal.inference.http.group.reshard_plan:_Spread.planned",
+    SHARDS.format("each_rank_sends_its_share[*megatron:d2*]"),
+)
+def replicas_send_everything(right: Function) -> Function:
+    """What all ranks have is sent whole, by one of them."""
+
+    def wrong(self: Any, mesh: Any) -> Any:
+        planned = right(self, mesh)
+        return replace(planned, placements=None) if self.placed(mesh) is None else planned
 
     return wrong

@@ -1,0 +1,158 @@
+"""Carrier of shards from the ranks of a trainer to the workers of servers, by NCCL's resharding (package ``nccl-extensions``)."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from areal.inference.http.group.reshard_plan import REPLICATE, Mesh, Placements
+from areal.weight_sync.nccl import NCCLCommunicator, NCCLError, NCCLLibrary
+
+_MODULE = "nccl.m2n"
+
+
+class Side(NamedTuple):
+    """Layout of a tensor over the ranks of one side.
+
+    Attributes:
+        mesh: sizes of the axes.
+        first: first rank.
+        placements: for each axis the dimension that it divides, or :data:`~areal.inference.http.group.reshard_plan.REPLICATE`.
+    """
+
+    mesh: Mesh
+    first: int
+    placements: tuple[int, int]
+
+
+def side(mesh: Mesh, first: int, placements: Placements) -> Side:
+    """Return the layout as NCCL's resharding takes it. What every rank has whole is divided by an axis of one rank, as vLLM does."""
+    if placements is None:
+        return Side((mesh[0] * mesh[1], 1), first, (REPLICATE, 0))
+    return Side(mesh, first, placements)
+
+
+class Link(Protocol):
+    """This rank's end of a group with the workers of one server."""
+
+    def receive(self, root: int, rows: int, seconds: float) -> list[list[int]]:
+        """Return a table of small numbers, int8 ``[rows, 2]``, that rank ``root`` broadcasts.
+
+        Raises:
+            RuntimeError, TimeoutError: a member is lost. The link must be aborted.
+        """
+        ...
+
+    def reshard(self, shard: Tensor, source: Side, target: Side) -> None:
+        """Send this rank's contiguous shard. Does not wait: the shard must stay unchanged until :meth:`wait` has returned."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all shards are sent.
+
+        Raises:
+            RuntimeError, TimeoutError: a member is lost. The link must be aborted.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Leave the group at once, also during a call in another thread. Must not raise. May be called twice."""
+        ...
+
+
+class ReshardCarrier:
+    """Sends the shard of each rank over NCCL to vLLM's engine ``nccl_m2n``. No rank has full tensors, as far as they are divided evenly.
+
+    Pass it on all ranks. It needs the package ``nccl-extensions`` and NCCL 2.30.5, here and at the servers. Not run on GPUs yet.
+
+    Args:
+        device: GPU of this rank, by default the current one.
+        library: functions of NCCL. By default those of the library that PyTorch uses.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda", *, library: NCCLLibrary | None = None) -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cuda":
+            raise ValueError(f"device = {str(device)!r}: NCCL needs a GPU; choose 'cuda'")
+        self._library = library
+
+    def new_key(self) -> str:
+        """Return a new key with which the members of a group find each other. vLLM decodes the standard alphabet only."""
+        return base64.b64encode(self._require_library().unique_id()).decode()
+
+    def join(self, key: str, rank: int, size: int, seconds: float) -> Link:
+        """Join a group.
+
+        Raises:
+            RuntimeError, TimeoutError: a member is missing, or the package.
+        """
+        return NCCLLink(self._require_library(), base64.b64decode(key), rank, size, self.device, seconds)
+
+    def _require_library(self) -> NCCLLibrary:
+        if self._library is None:
+            self._library = NCCLLibrary()
+        return self._library
+
+
+class NCCLLink:
+    """Implements :class:`Link`."""
+
+    def __init__(
+        self, library: NCCLLibrary, key: bytes, rank: int, size: int, device: torch.device, seconds: float
+    ) -> None:
+        try:
+            self._m2n: Any = import_module(_MODULE)
+        except ImportError as error:
+            raise RuntimeError(f"{_MODULE} is missing ({error}): install nccl-extensions[cu13] (cu12)") from error
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+            self._comm = NCCLCommunicator(library, key, rank, size, self._stream, seconds)
+            # The workers do the same at once, before anything else.
+            with torch.cuda.stream(self._stream):
+                element = torch.zeros(1, device=device)
+            self._comm.all_reduce(element, seconds)
+            self._handle = self._m2n.Handle.create(self._m2n.Config(max_cta=None))
+
+    def receive(self, root: int, rows: int, seconds: float) -> list[list[int]]:
+        with torch.cuda.device(self._device):
+            with torch.cuda.stream(self._stream):
+                table = torch.empty((rows, 2), dtype=torch.int8, device=self._device)
+            self._comm.broadcast(table, root, seconds)
+            return table.tolist()
+
+    def reshard(self, shard: Tensor, source: Side, target: Side) -> None:
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            layouts = self._layouts(source, target)
+            self._m2n.reshard(shard, None, self._comm.pointer, self._stream, handle=self._handle, **layouts)
+
+    def wait(self, seconds: float) -> None:
+        self._comm.wait(seconds)
+
+    def abort(self) -> None:
+        # A communicator that failed is unusable anyway, and so is a handle with work in flight.
+        with contextlib.suppress(NCCLError):
+            self._comm.abort()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(RuntimeError):
+                handle.destroy()
+
+    def _layouts(self, source: Side, target: Side) -> dict[str, Any]:
+        """Return the arguments that describe both sides."""
+        return {
+            "src_mesh": self._m2n.Mesh(source.mesh, start_rank=source.first),
+            "src_placements": self._placements(source),
+            "dst_mesh": self._m2n.Mesh(target.mesh, start_rank=target.first),
+            "dst_placements": self._placements(target),
+        }
+
+    def _placements(self, layout: Side) -> list[Any]:
+        m2n = self._m2n
+        return [m2n.Replicate() if each == REPLICATE else m2n.Shard(each) for each in layout.placements]

@@ -1,0 +1,94 @@
+"""The servers of an update by shards, on the rank that owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from areal.inference.http.group.reshard_links import Invitation, Links
+from areal.inference.http.group.reshard_plan import ReshardPlan
+from areal.inference.http.group.sender import GroupSender, Members, Round
+from areal.inference.http.servers.group_routes import ShardRoutes
+from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
+
+
+class ReshardSender(GroupSender):
+    """Makes a group of all ranks of the trainer with the workers of each server.
+
+    Args:
+        servers, timeout: as in :class:`~areal.inference.http.group.sender.GroupSender`.
+        routes: requests of the servers' kind.
+        links: ends of the groups on this rank.
+        ranks: number of ranks of the trainer.
+    """
+
+    def __init__(self, servers: Members, routes: ShardRoutes, links: Links, ranks: int, *, timeout: float) -> None:
+        super().__init__(servers, routes, links, packed_bytes=None, timeout=timeout)
+        self._shards, self._links, self._ranks = routes, links, ranks
+        self._plan: ReshardPlan | None = None
+        self._waiting: list[str] = []
+        self._calls: dict[str, HTTPCall[ReplyBody]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def _join(self, members: Sequence[str]) -> None:
+        self._waiting = list(members)
+
+    def invite(self, plan: ReshardPlan) -> list[Invitation] | None:
+        """Return how to join the groups for a plan; ``None`` if they exist."""
+        if self._plan is not plan and not self._waiting:
+            # The plan is part of a group. The servers are the same.
+            starts = self._starts
+            self._make_group(list(self._joined))
+            self._starts = starts
+        if not self._waiting:
+            return None
+        self._plan, self._calls = plan, {}
+        self._sizes = self._count(self._routes.workers)
+        replicas = self._count(self._shards.workers_of_replica)
+        invitations = []
+        for url, workers in self._sizes.items():
+            mesh, size = (workers // replicas[url], replicas[url]), self._ranks + workers
+            where = self._links.open(size)
+            invitations.append(Invitation(where["nccl_unique_id_b64"], size, mesh, len(plan.tensors)))
+            described = {**where, "src_mesh_dims": plan.mesh, "dst_mesh_dims": mesh, **_columns(plan)}
+            self._calls[url] = self._routes.join(described, self._ranks, size, None)
+        return invitations
+
+    def _count(self, call: HTTPCall[ReplyBody]) -> dict[str, int]:
+        """Return a number of workers of each server."""
+        return {url: self._routes.read_workers(reply) for url, reply in self._ask(self._waiting, call).items()}
+
+    def meet(self) -> None:
+        """Join the groups together with the servers."""
+        calls = {url: self._servers.call(url, call, self._timeout) for url, call in self._calls.items()}
+        join = partial(self._links.join, self._timeout)
+        Round("the process groups were not made", calls, self._links, join, self._timeout).end()
+        self._joined, self.size, self._fresh, self._waiting = self._sizes, self._ranks, True, []
+
+    def announce(self, plan: ReshardPlan) -> None:
+        """Let the servers receive the tensors. An error of one of them ends the groups."""
+        names = [tensor.name for tensor in plan.tensors]
+        self.start_round("the shards did not reach every server", self._shards.receive(names), lambda: None)
+        if self._round is not None:
+            self._round.abort_on_error()
+
+    def raise_error(self, own: Exception) -> None:
+        """Raise the errors of the servers in place of one that they have caused."""
+        errors = {} if self._round is None else self._round.failed()
+        if errors:
+            raise RuntimeError("; ".join(errors.values())) from own
+
+    def leave(self) -> None:
+        """Leave the groups: the next update makes others."""
+        self._leave()
+        self._waiting = []
+
+
+def _columns(plan: ReshardPlan) -> dict[str, Any]:
+    return {
+        "names": [tensor.name for tensor in plan.tensors],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in plan.tensors],
+        "shapes": [tensor.shape for tensor in plan.tensors],
+        "src_placements": [tensor.placements for tensor in plan.tensors],
+    }

@@ -1,0 +1,178 @@
+"""Transport that sends the shard of each trainer rank to the workers of servers, which NCCL's resharding joins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.api.control import Control
+from areal.api.weights import LocalTensor, SelectName, TensorSource, WeightUpdateMeta
+from areal.inference.http.group.chunk import CHUNK_BYTES
+from areal.inference.http.group.held_tensors import HeldTensors
+from areal.inference.http.group.process_group_transport import INTERRUPTED_NOTE
+from areal.inference.http.group.reshard_carrier import ReshardCarrier
+from areal.inference.http.group.reshard_links import Invitation, Links
+from areal.inference.http.group.reshard_plan import (
+    HeldPart,
+    PlannedTensor,
+    ReshardPlan,
+    plan_resharding,
+)
+from areal.inference.http.group.reshard_sender import ReshardSender
+from areal.inference.http.group.sender import Members
+from areal.inference.http.servers.group_routes import ShardRoutes
+from areal.weight_sync.chain import box_numbers
+from areal.weight_sync.transport import Transport
+
+
+class ReshardTransport(Transport):
+    """Each rank sends its shards of all tensors, once to every server.
+
+    Args:
+        control: control plane over all ranks of the trainer.
+        servers: the servers, on the rank that owns them; ``None`` on all others.
+        routes: requests of the servers' kind.
+        carrier: carrier of this rank.
+        cast: dtype in which floating-point tensors are sent.
+        timeout: seconds for each request, for all to join, and for 256 MiB of shards.
+    """
+
+    unsent_note = INTERRUPTED_NOTE
+
+    def __init__(
+        self,
+        control: Control,
+        servers: Members | None,
+        routes: ShardRoutes,
+        carrier: ReshardCarrier,
+        *,
+        cast: torch.dtype | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self._device, self._timeout = carrier.device, timeout
+        self._links = Links(carrier, control.rank, control.size)
+        self._group: ReshardSender | None = None
+        if servers is not None:
+            self._group = ReshardSender(servers, routes, self._links, control.size, timeout=timeout)
+        self._source: Any = None
+        self._plan: ReshardPlan | None = None
+        self._counts: Counter[str] = Counter()
+        super().__init__(control, self._group, cast=cast)
+
+    def close(self) -> None:
+        super().close()
+        self._links.abort()
+
+    def _stream(self, source: TensorSource, version: int, select: SelectName | None, note: str) -> WeightUpdateMeta:
+        with self._aborting_on_error():
+            try:
+                plan = self._make_plan(source, note)
+                self._meet(plan, note)
+                self._control.attempt(partial(self._announce, plan), note)
+                self._control.attempt(partial(self._send, source, plan), note)
+                self._control.attempt(self._end, note)
+            except Exception:
+                self._leave()
+                raise
+        return WeightUpdateMeta(version, "full", len(plan.tensors), plan.nbytes)
+
+    # ---- collective
+
+    def _make_plan(self, source: Any, note: str) -> ReshardPlan:
+        """Return the plan for a source. Collective for a source that was not sent before."""
+        if self._source is not source or self._plan is None:
+            held = self._control.attempt_and_gather(lambda: self._held(source), note)
+            self._plan, self._source = plan_resharding(held), source
+            self._counts = Counter(part.name for part in held[self._control.rank])
+        return self._plan
+
+    def _meet(self, plan: ReshardPlan, note: str) -> None:
+        """Join the groups, unless they exist."""
+
+        def invite() -> list[Invitation] | None:
+            return None if self._group is None else self._group.invite(plan)
+
+        invitations = next(filter(None, self._control.attempt_and_gather(invite, note)), None)
+        if invitations is not None:
+            self._links.accept(invitations)
+            meet = partial(self._links.join, self._timeout) if self._group is None else self._group.meet
+            self._control.attempt(meet, note)
+
+    # ---- this rank
+
+    def _held(self, source: Any) -> list[HeldPart]:
+        if not hasattr(source, "local_tensors"):
+            raise ValueError(
+                f"a {type(source).__name__} has no shards (local_tensors): send an engine, or pass another carrier"
+            )
+        return [
+            HeldPart(name, self._dtype(tensor), tuple(shape), box_numbers(box))
+            for name, tensor, box, shape in source.local_tensors()
+        ]
+
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._cast if self._cast is not None and tensor.is_floating_point() else tensor.dtype
+
+    def _announce(self, plan: ReshardPlan) -> None:
+        if self._group is not None:
+            self._group.announce(plan)
+
+    def _send(self, source: Any, plan: ReshardPlan) -> None:
+        """Send the shards of this rank."""
+        parts = HeldTensors(source.local_tensors(), self._counts)
+        sent: list[Tensor] = []
+        nbytes = 0
+        try:
+            for index, tensor in enumerate(plan.tensors):
+                shard = self._shard(parts, tensor, plan)
+                self._links.send(index, shard, plan.mesh, tensor.placements)
+                # Shards stay until they are sent.
+                sent.append(shard)
+                nbytes += shard.nbytes
+                if nbytes >= CHUNK_BYTES:
+                    self._links.wait(self._timeout)
+                    sent, nbytes = [], 0
+            self._links.wait(self._timeout)
+        except Exception as error:
+            if self._group is not None:
+                self._group.raise_error(error)
+            raise
+
+    def _shard(self, parts: HeldTensors, tensor: PlannedTensor, plan: ReshardPlan) -> Tensor:
+        """Return what this rank sends of a tensor. Collective if the ranks exchange parts of it."""
+        own = parts.take(tensor.name)
+        if tensor.parts:
+            values = self._exchanged(own, tensor)
+        else:
+            values = own[0].tensor.detach().to(self._device, tensor.dtype)
+            if box_numbers(own[0].box) != tuple((0, length, 1) for length in tensor.shape):
+                return values.contiguous()
+        return values[plan.rows(tensor.placements, tensor.shape, self._control.rank)].contiguous()
+
+    def _exchanged(self, own: Sequence[LocalTensor], tensor: PlannedTensor) -> Tensor:
+        """Return the full tensor, of which each part is broadcast by a rank that has it."""
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        mine = {box_numbers(each.box): each.tensor for each in own}
+        for rank, box in tensor.parts:
+            place = full[tuple(slice(*numbers) for numbers in box)]
+            part = torch.empty_like(place, memory_format=torch.contiguous_format)
+            if rank == self._control.rank:
+                part.copy_(mine[box].detach())
+            dist.broadcast(part, rank)
+            place.copy_(part)
+        return full
+
+    def _end(self) -> None:
+        if self._group is not None:
+            self._group.end_round()
+
+    def _leave(self) -> None:
+        self._links.abort()
+        if self._group is not None:
+            self._group.leave()
