@@ -25,6 +25,7 @@ _PACKAGE = "nvidia.nccl"
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _SUM = 0
+_REVOKE_DEFAULT = 0
 _UNDEFINED = -(2**31)
 """``NCCL_CONFIG_UNDEF_INT``: the default of an option."""
 _POLL_SECONDS = 0.0005
@@ -93,6 +94,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     ),
 }
 """Types of the arguments of each function that returns ``ncclResult_t``."""
+_LATER_FUNCTIONS: dict[str, tuple[Any, ...]] = {"ncclCommRevoke": (_COMM, ctypes.c_int)}
+"""The same of functions that older releases lack, which are needed for resharding only."""
 
 
 class NCCLError(RuntimeError):
@@ -116,6 +119,9 @@ class NCCLLibrary:
             for name, arguments in _FUNCTIONS.items():
                 function = getattr(self._lib, name)
                 function.argtypes, function.restype = list(arguments), ctypes.c_int
+            for name, arguments in _LATER_FUNCTIONS.items():
+                if hasattr(self._lib, name):
+                    getattr(self._lib, name).argtypes = list(arguments)
             self._lib.ncclGetErrorString.argtypes = [ctypes.c_int]
             self._lib.ncclGetErrorString.restype = ctypes.c_char_p
         except AttributeError as error:
@@ -127,7 +133,11 @@ class NCCLLibrary:
         Raises:
             NCCLError: it failed.
         """
-        result = getattr(self._lib, name)(*arguments)
+        try:
+            function = getattr(self._lib, name)
+        except AttributeError as error:
+            raise NCCLError(f"{name}: a newer NCCL is needed: {error}") from error
+        result = function(*arguments)
         if result not in (_SUCCESS, _IN_PROGRESS):
             raise NCCLError(f"{name}: {self.describe(result)}")
         return bool(result == _SUCCESS)
@@ -171,6 +181,7 @@ class NCCLCommunicator:
             raise ValueError(f"rank = {rank}: it must be in [0, {size})")
         self._library, self._stream = library, stream
         self._comm: ctypes.c_void_p | None = _COMM()
+        self._revoked = False
         self._lock = threading.Lock()
         # Not blocking: NCCL would otherwise wait for missing ranks without a time limit.
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0, _UNDEFINED)
@@ -196,9 +207,40 @@ class NCCLCommunicator:
         """The ``ncclComm_t``, for libraries that run collectives of their own on the stream."""
         return int(self._require().value or 0)
 
+    def revoke(self) -> None:
+        """Stop running collectives, also of other libraries, which may go on to use the communicator. From any thread, also twice."""
+        with self._lock:
+            if self._comm is not None and not self._revoked:
+                self._revoked = True
+                self._library.call("ncclCommRevoke", self._comm, _REVOKE_DEFAULT)
+
     def wait(self, seconds: float) -> None:
-        """Wait until the stream is idle."""
-        self._wait(time.monotonic() + seconds, f"the work on the stream did not end within {seconds:g} s")
+        """Wait until the stream is idle. After an error the communicator is revoked, and not aborted.
+
+        Raises:
+            NCCLError: NCCL reports an error, or the communicator was revoked.
+            TimeoutError: the time limit has passed.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._stream.query():
+            state = self._state()
+            if self._revoked or state not in (_SUCCESS, _IN_PROGRESS):
+                self.revoke()
+                raise NCCLError(
+                    "the communicator was revoked"
+                    if state in (_SUCCESS, _IN_PROGRESS)
+                    else self._library.describe(state)
+                )
+            if time.monotonic() > deadline:
+                self.revoke()
+                raise TimeoutError(f"the work on the stream did not end within {seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def settle(self, seconds: float) -> None:
+        """Wait until a revoked communicator has stopped its collectives, or until the time limit."""
+        deadline = time.monotonic() + seconds
+        while self._state() == _IN_PROGRESS and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def abort(self) -> None:
         """Stop running collectives and release the communicator. From any thread, also twice."""
@@ -213,10 +255,6 @@ class NCCLCommunicator:
         late = f"{name} did not end within {seconds:g} s"
         self._start(name, lambda comm: (*arguments, comm, self._stream.cuda_stream))
         self._settle(deadline, late)
-        self._wait(deadline, late)
-
-    def _wait(self, deadline: float, late: str) -> None:
-        """Wait until the stream is idle."""
         while not self._stream.query():
             # A rank that is lost is reported by NCCL, or not at all: then the time limit ends the wait.
             self._check(deadline, late)
@@ -243,15 +281,20 @@ class NCCLCommunicator:
             NCCLError: it failed, or was aborted by another thread.
             TimeoutError: the time limit has passed. It is aborted.
         """
-        state = ctypes.c_int()
-        with self._lock:
-            self._library.call("ncclCommGetAsyncError", self._require(), ctypes.byref(state))
-        if state.value not in (_SUCCESS, _IN_PROGRESS):
+        state = self._state()
+        if state not in (_SUCCESS, _IN_PROGRESS):
             self._give_up()
-            raise NCCLError(self._library.describe(state.value))
+            raise NCCLError(self._library.describe(state))
         if time.monotonic() > deadline:
             self._give_up()
             raise TimeoutError(late)
+        return state
+
+    def _state(self) -> int:
+        """Return the state of the communicator, as NCCL tells it."""
+        state = ctypes.c_int()
+        with self._lock:
+            self._library.call("ncclCommGetAsyncError", self._require(), ctypes.byref(state))
         return state.value
 
     def _give_up(self) -> None:

@@ -60,6 +60,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "all_gather_single": ("torch.distributed", (2, 13)),  # before: all_gather_into_tensor
     "reduce_scatter_single": ("torch.distributed", (2, 13)),  # before: reduce_scatter_tensor
     "_register_device_module": ("torch", _OLD),
+    "_construct_storage_from_data_pointer": ("torch._C", _OLD),
     "_create_internal": ("torch._C._distributed_c10d:FakeProcessGroup", _OLD),
     "_validate_no_meta_params": (_GROUP, _OLD),
     "all_gather_outputs": (_PARAM, _OLD),

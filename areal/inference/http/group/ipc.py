@@ -35,18 +35,19 @@ class IPCCarrier:
             raise ValueError(f"chunk_bytes = {chunk_bytes}: it must be above 0")
         self.chunk_bytes = chunk_bytes
 
-    def memory(self) -> ChunkMemory:
+    def memory(self) -> IPCMemory:
         """Return the memory for chunks on this rank's GPU."""
-        return ChunkMemory(self.chunk_bytes, torch.device("cuda"))
+        return IPCMemory(self.chunk_bytes, torch.device("cuda"))
 
     def share(self, buffer: Tensor) -> Handles:
         """Return a new handle of a buffer under the id of its GPU. A worker may open each handle once."""
-        _, handle = reduce_tensor(buffer)
+        _, handle = reduce_tensor(borrowed(buffer))
         return {str(torch.cuda.get_device_properties(buffer.device).uuid): handle}
 
     def reclaim(self) -> None:
-        """Free memory that the workers have closed."""
+        """Free memory that the workers have closed, and give what is free back to the GPU."""
         torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
     # ---- there is no group
 
@@ -58,6 +59,47 @@ class IPCCarrier:
 
     def abort(self) -> None:
         return None
+
+
+class IPCMemory(ChunkMemory):
+    """Memory of chunks that ranks fill in step. A rank without enough goes on to the end of its chunk, where it tells the others.
+
+    Attributes:
+        error: error of an allocation.
+    """
+
+    error: Exception | None = None
+
+    def allocate(self, nbytes: int) -> Tensor:
+        try:
+            return self.new(nbytes)
+        except torch.OutOfMemoryError as error:
+            self.error = error
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def new(self, nbytes: int) -> Tensor:
+        """Return new memory, uint8 ``[nbytes]``.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough.
+        """
+        return super().allocate(nbytes)
+
+    def check(self) -> None:
+        """Raise the error of an allocation."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+def borrowed(buffer: Tensor) -> Tensor:
+    """Return the bytes of a buffer as a tensor that does not own them.
+
+    torch keeps the memory of a tensor that it has shared until another process has opened and closed it, which no worker does with the memory
+    of a rank that has none on its GPU.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(buffer.data_ptr(), buffer.device, buffer.nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage, 0, buffer.shape, buffer.stride())
 
 
 class IPCTransport(Transport):
@@ -118,6 +160,7 @@ class IPCTransport(Transport):
     def _fill(self, chunks: Iterator[Chunk]) -> Handles:
         """Fill the memory of this rank. Returns its handle."""
         self._chunk = next(chunks, None)
+        self._memory.check()
         return {} if self._chunk is None else self._carrier.share(self._chunk.buffers[0])
 
     def _load(self, handles: Handles) -> None:

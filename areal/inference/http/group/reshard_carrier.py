@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +15,8 @@ from areal.inference.http.group.reshard_plan import REPLICATE, Mesh, Placements
 from areal.weight_sync.nccl import NCCLCommunicator, NCCLError, NCCLLibrary
 
 _MODULE = "nccl.m2n"
+_SETTLE_SECONDS = 5.0
+"""Maximum seconds for stopped work to end."""
 
 
 class Side(NamedTuple):
@@ -44,7 +47,7 @@ class Link(Protocol):
         """Return a table of small numbers, int8 ``[rows, 2]``, that rank ``root`` broadcasts.
 
         Raises:
-            RuntimeError, TimeoutError: a member is lost. The link must be aborted.
+            RuntimeError, TimeoutError: a member is lost. The link must be left.
         """
         ...
 
@@ -56,13 +59,39 @@ class Link(Protocol):
         """Wait until all shards are sent.
 
         Raises:
-            RuntimeError, TimeoutError: a member is lost. The link must be aborted.
+            RuntimeError, TimeoutError: a member is lost. The link must be left.
         """
         ...
 
-    def abort(self) -> None:
-        """Leave the group at once, also during a call in another thread. Must not raise. May be called twice."""
+    def revoke(self) -> None:
+        """Stop what is under way, also during a call in another thread. Must not raise. The link must be left."""
         ...
+
+    def finalize(self) -> None:
+        """Give back what the resharding has on the group. Must not raise. Called once, before :meth:`abort` of any link."""
+        ...
+
+    def abort(self) -> None:
+        """Leave the group. Must not raise."""
+        ...
+
+
+def leave(links: Sequence[Link], *, busy: bool) -> None:
+    """Leave groups.
+
+    The resharding keeps memory of all groups until its last user has ended: none may be left before.
+
+    Args:
+        links: ends of the groups.
+        busy: something may be under way.
+    """
+    if busy:
+        for link in links:
+            link.revoke()
+    for link in links:
+        link.finalize()
+    for link in links:
+        link.abort()
 
 
 class ReshardCarrier:
@@ -76,10 +105,26 @@ class ReshardCarrier:
     """
 
     def __init__(self, device: torch.device | str = "cuda", *, library: NCCLLibrary | None = None) -> None:
-        self.device = torch.device(device)
-        if self.device.type != "cuda":
+        self._device = torch.device(device)
+        if self._device.type != "cuda":
             raise ValueError(f"device = {str(device)!r}: NCCL needs a GPU; choose 'cuda'")
         self._library = library
+
+    @property
+    def device(self) -> torch.device:
+        """GPU of this rank. Threads have a current device of their own: call this from that of the engine first."""
+        if self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        return self._device
+
+    def check(self) -> None:
+        """Load the libraries, before anything waits for this rank.
+
+        Raises:
+            RuntimeError: one is missing.
+        """
+        self._require_library()
+        _import_m2n()
 
     def new_key(self) -> str:
         """Return a new key with which the members of a group find each other. vLLM decodes the standard alphabet only."""
@@ -89,7 +134,7 @@ class ReshardCarrier:
         """Join a group.
 
         Raises:
-            RuntimeError, TimeoutError: a member is missing, or the package.
+            RuntimeError, TimeoutError: a member is missing.
         """
         return NCCLLink(self._require_library(), base64.b64decode(key), rank, size, self.device, seconds)
 
@@ -99,16 +144,20 @@ class ReshardCarrier:
         return self._library
 
 
+def _import_m2n() -> Any:
+    try:
+        return import_module(_MODULE)
+    except ImportError as error:
+        raise RuntimeError(f"{_MODULE} is missing ({error}): install nccl-extensions[cu13] (cu12)") from error
+
+
 class NCCLLink:
     """Implements :class:`Link`."""
 
     def __init__(
         self, library: NCCLLibrary, key: bytes, rank: int, size: int, device: torch.device, seconds: float
     ) -> None:
-        try:
-            self._m2n: Any = import_module(_MODULE)
-        except ImportError as error:
-            raise RuntimeError(f"{_MODULE} is missing ({error}): install nccl-extensions[cu13] (cu12)") from error
+        self._m2n = _import_m2n()
         self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
@@ -135,14 +184,20 @@ class NCCLLink:
     def wait(self, seconds: float) -> None:
         self._comm.wait(seconds)
 
+    def revoke(self) -> None:
+        with contextlib.suppress(NCCLError):
+            self._comm.revoke()
+
+    def finalize(self) -> None:
+        # After an error nobody can help a handle that does not end.
+        with contextlib.suppress(Exception):
+            self._comm.settle(_SETTLE_SECONDS)
+            self._handle.destroy()
+
     def abort(self) -> None:
-        # A communicator that failed is unusable anyway, and so is a handle with work in flight.
+        # A communicator that failed is unusable anyway.
         with contextlib.suppress(NCCLError):
             self._comm.abort()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with contextlib.suppress(RuntimeError):
-                handle.destroy()
 
     def _layouts(self, source: Side, target: Side) -> dict[str, Any]:
         """Return the arguments that describe both sides."""

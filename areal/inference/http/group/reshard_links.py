@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from areal.inference.http.group.reshard_carrier import Link, ReshardCarrier, side
+from areal.inference.http.group.reshard_carrier import Link, ReshardCarrier, leave, side
 from areal.inference.http.group.reshard_plan import Mesh, Placements
 
 
@@ -42,6 +43,9 @@ class Links:
         self._invitations: list[Invitation] = []
         self._links: list[Link] = []
         self._placements: list[list[Placements]] = []
+        self._left = 0  # counts how often the groups were left
+        self._busy = False
+        self._lock = threading.Lock()
 
     def open(self, size: int) -> Mapping[str, Any]:
         return {"nccl_unique_id_b64": self._carrier.new_key()}
@@ -52,16 +56,24 @@ class Links:
         self._invitations = list(invitations)
 
     def join(self, seconds: float) -> None:
-        for each in self._invitations:
-            link = self._carrier.join(each.key, self._rank, each.size, seconds)
-            self._links.append(link)
-            # A number below -1 stands for a worker that takes the whole tensor.
-            table = link.receive(self._ranks, each.rows, seconds)
-            self._placements.append([None if min(row) < -1 else (row[0], row[1]) for row in table])
+        left, made, placements = self._left, list[Link](), list[list[Placements]]()
+        try:
+            for each in self._invitations:
+                made.append(self._carrier.join(each.key, self._rank, each.size, seconds))
+                # A number below -1 stands for a worker that takes the whole tensor.
+                table = made[-1].receive(self._ranks, each.rows, seconds)
+                placements.append([None if min(row) < -1 else (row[0], row[1]) for row in table])
+            with self._lock:
+                if self._left != left:
+                    raise RuntimeError("the groups were left while their members joined")
+                self._links, self._placements = made, placements
+        except Exception:
+            leave(made, busy=True)
+            raise
 
     def send(self, index: int, shard: Tensor, mesh: Mesh, placements: Placements) -> None:
         """Send the shard of a tensor to all servers. Does not wait."""
-        source = side(mesh, 0, placements)
+        source, self._busy = side(mesh, 0, placements), True
         for link, each, targets in zip(self._links, self._invitations, self._placements, strict=True):
             link.reshard(shard, source, side(each.mesh, self._ranks, targets[index]))
 
@@ -69,8 +81,16 @@ class Links:
         """Wait until everything is sent."""
         for link in self._links:
             link.wait(seconds)
+        self._busy = False
+
+    def cancel(self) -> None:
+        """Let a call in another thread fail. The groups must be left afterwards."""
+        for link in self._links:
+            link.revoke()
 
     def abort(self) -> None:
-        links, self._links, self._placements = self._links, [], []
-        for link in links:
-            link.abort()
+        with self._lock:
+            links, self._links, self._placements = self._links, [], []
+            self._left += 1
+        busy, self._busy = self._busy, False
+        leave(links, busy=busy)

@@ -129,7 +129,7 @@ class _Spread:
         if (direct := self.placed(mesh)) is not None:
             return PlannedTensor(self.name, self.dtype, self.shape, direct)
         axis = _row_axis(mesh)
-        divides = mesh[axis] > 1 and self.shape[0] % mesh[axis] == 0
+        divides = 1 < mesh[axis] <= MOST_SHARDS and self.shape[0] % mesh[axis] == 0
         placements = _along(axis, 0) if divides else None
         # Whoever has all of it sends rows of it, and nothing is exchanged.
         parts = () if self._lies(mesh, None) else tuple(self._parts())

@@ -66,12 +66,12 @@ class ReshardSender(GroupSender):
         Round("the process groups were not made", calls, self._links, join, self._timeout).end()
         self._joined, self.size, self._fresh, self._waiting = self._sizes, self._ranks, True, []
 
-    def announce(self, plan: ReshardPlan) -> None:
-        """Let the servers receive the tensors. An error of one of them ends the groups."""
-        names = [tensor.name for tensor in plan.tensors]
-        self.start_round("the shards did not reach every server", self._shards.receive(names), lambda: None)
+    def announce(self, plan: ReshardPlan, seconds: float) -> None:
+        """Let the servers receive the tensors. An error of one of them stops this rank."""
+        call = self._shards.receive([tensor.name for tensor in plan.tensors])
+        self.start_round("the shards did not reach every server", call, lambda: None, seconds)
         if self._round is not None:
-            self._round.abort_on_error()
+            self._round.on_error(self._links.cancel)
 
     def raise_error(self, own: Exception) -> None:
         """Raise the errors of the servers in place of one that they have caused."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,8 @@ from areal.inference.http.group.reshard_carrier import ReshardCarrier
 from areal.inference.http.group.reshard_links import Invitation, Links
 from areal.inference.http.group.reshard_plan import (
     HeldPart,
+    Mesh,
+    Placements,
     PlannedTensor,
     ReshardPlan,
     plan_resharding,
@@ -29,6 +33,8 @@ from areal.inference.http.group.sender import Members
 from areal.inference.http.servers.group_routes import ShardRoutes
 from areal.weight_sync.chain import box_numbers
 from areal.weight_sync.transport import Transport
+
+_BYTES_PER_LIMIT = 4 * 2**30
 
 
 class ReshardTransport(Transport):
@@ -40,7 +46,7 @@ class ReshardTransport(Transport):
         routes: requests of the servers' kind.
         carrier: carrier of this rank.
         cast: dtype in which floating-point tensors are sent.
-        timeout: seconds for each request, for all to join, and for 256 MiB of shards.
+        timeout: seconds for each request, for all to join, and for each 4 GiB of the model to arrive.
     """
 
     unsent_note = INTERRUPTED_NOTE
@@ -55,7 +61,7 @@ class ReshardTransport(Transport):
         cast: torch.dtype | None = None,
         timeout: float = 60.0,
     ) -> None:
-        self._device, self._timeout = carrier.device, timeout
+        self._carrier, self._device, self._timeout = carrier, carrier.device, timeout
         self._links = Links(carrier, control.rank, control.size)
         self._group: ReshardSender | None = None
         if servers is not None:
@@ -96,6 +102,8 @@ class ReshardTransport(Transport):
         """Join the groups, unless they exist."""
 
         def invite() -> list[Invitation] | None:
+            # Servers wait for ranks that were invited, without a limit.
+            self._carrier.check()
             return None if self._group is None else self._group.invite(plan)
 
         invitations = next(filter(None, self._control.attempt_and_gather(invite, note)), None)
@@ -119,30 +127,32 @@ class ReshardTransport(Transport):
     def _dtype(self, tensor: Tensor) -> torch.dtype:
         return self._cast if self._cast is not None and tensor.is_floating_point() else tensor.dtype
 
+    def _seconds(self, plan: ReshardPlan) -> float:
+        """Return the time limit for all tensors."""
+        return self._timeout * (1 + plan.nbytes / _BYTES_PER_LIMIT)
+
     def _announce(self, plan: ReshardPlan) -> None:
         if self._group is not None:
-            self._group.announce(plan)
+            self._group.announce(plan, self._seconds(plan))
 
     def _send(self, source: Any, plan: ReshardPlan) -> None:
-        """Send the shards of this rank."""
+        """Send the shards of this rank. After an error it goes on to exchange parts, for which the other ranks wait."""
+        sending, failure = Sending(self._links, self._seconds(plan)), None
         parts = HeldTensors(source.local_tensors(), self._counts)
-        sent: list[Tensor] = []
-        nbytes = 0
         try:
             for index, tensor in enumerate(plan.tensors):
+                if failure is not None and not tensor.parts:
+                    continue
                 shard = self._shard(parts, tensor, plan)
-                self._links.send(index, shard, plan.mesh, tensor.placements)
-                # Shards stay until they are sent.
-                sent.append(shard)
-                nbytes += shard.nbytes
-                if nbytes >= CHUNK_BYTES:
-                    self._links.wait(self._timeout)
-                    sent, nbytes = [], 0
-            self._links.wait(self._timeout)
-        except Exception as error:
+                if failure is None:
+                    failure = sending.attempt(partial(sending.send, index, shard, plan.mesh, tensor.placements))
+            failure = failure or sending.attempt(sending.wait)
+        finally:
+            sending.end()
+        if failure is not None:
             if self._group is not None:
-                self._group.raise_error(error)
-            raise
+                self._group.raise_error(failure)
+            raise failure
 
     def _shard(self, parts: HeldTensors, tensor: PlannedTensor, plan: ReshardPlan) -> Tensor:
         """Return what this rank sends of a tensor. Collective if the ranks exchange parts of it."""
@@ -153,7 +163,9 @@ class ReshardTransport(Transport):
             values = own[0].tensor.detach().to(self._device, tensor.dtype)
             if box_numbers(own[0].box) != tuple((0, length, 1) for length in tensor.shape):
                 return values.contiguous()
-        return values[plan.rows(tensor.placements, tensor.shape, self._control.rank)].contiguous()
+        rows = values[plan.rows(tensor.placements, tensor.shape, self._control.rank)]
+        # A part of what was exchanged must not keep all of it.
+        return rows.clone() if tensor.parts else rows.contiguous()
 
     def _exchanged(self, own: Sequence[LocalTensor], tensor: PlannedTensor) -> Tensor:
         """Return the full tensor, of which each part is broadcast by a rank that has it."""
@@ -176,3 +188,49 @@ class ReshardTransport(Transport):
         self._links.abort()
         if self._group is not None:
             self._group.leave()
+
+
+class Sending:
+    """Shards of one rank on their way. It is stopped at the time limit, also in a call that does not return.
+
+    Args:
+        links: ends of the groups on this rank.
+        seconds: time limit.
+    """
+
+    def __init__(self, links: Links, seconds: float) -> None:
+        self._links, self._seconds = links, seconds
+        self._shards: list[Tensor] = []
+        self._nbytes = 0
+        self._timer = threading.Timer(seconds, links.cancel)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def send(self, index: int, shard: Tensor, mesh: Mesh, placements: Placements) -> None:
+        """Send a shard, and wait if many are on their way."""
+        self._links.send(index, shard, mesh, placements)
+        # Shards stay until they are sent.
+        self._shards.append(shard)
+        self._nbytes += shard.nbytes
+        if self._nbytes >= CHUNK_BYTES:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all shards are sent."""
+        self._links.wait(self._seconds)
+        self._shards, self._nbytes = [], 0
+
+    def attempt(self, action: Callable[[], None]) -> Exception | None:
+        """Call a function. After an error the groups are left, so that other ranks do not wait for this one. Returns the error."""
+        try:
+            action()
+        except Exception as error:
+            # Frames hold the group, and a gloo group closes its connections with its last reference.
+            traceback.clear_frames(error.__traceback__)
+            self._links.abort()
+            return error
+        return None
+
+    def end(self) -> None:
+        """Stop the clock."""
+        self._timer.cancel()

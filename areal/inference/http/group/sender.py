@@ -73,7 +73,9 @@ class GroupSender:
             self._make_group(members)
         self._starts, self._labels = starts, labels
 
-    def start_round(self, what: str, call: HTTPCall[ReplyBody], work: Callable[[], None]) -> None:
+    def start_round(
+        self, what: str, call: HTTPCall[ReplyBody], work: Callable[[], None], seconds: float | None = None
+    ) -> None:
         """Send a request to all servers, with a call of the carrier at the same time. Ends the last round before. Does not wait.
 
         The first round stops generation, and starts the update.
@@ -82,12 +84,14 @@ class GroupSender:
             what: name of the round, for errors.
             call: request, which returns when the tensors of the round are loaded.
             work: call of the carrier.
+            seconds: time limit of the round.
         """
         self.end_round()
         if not self._held:
             self._start()
-        calls = {url: self._servers.call(url, call, self._timeout) for url in self._joined}
-        self._round = Round(what, calls, self._carrier, work, self._timeout)
+        seconds = seconds or self._timeout
+        calls = {url: self._servers.call(url, call, seconds) for url in self._joined}
+        self._round = Round(what, calls, self._carrier, work, seconds)
 
     def end_round(self) -> None:
         """Wait until the tensors of the last round are loaded.
@@ -268,12 +272,12 @@ class Round:
         texts = list((gone or {**first, **silent, **self.failed()}).values()) or ([str(own)] if own else [])
         raise RuntimeError(f"{self._what}: {'; '.join(texts) or f'it did not end within {self._seconds:g} s'}")
 
-    def abort_on_error(self) -> None:
-        """Abort the carrier as soon as a request fails, while this thread does not wait for the end."""
+    def on_error(self, react: Callable[[], None]) -> None:
+        """Call a function, from another thread, as soon as a request fails."""
 
         def look(call: Future[Any]) -> None:
             if call.cancelled() or call.exception() is not None:
-                self._carrier.abort()
+                react()
 
         for call in self._calls.values():
             call.add_done_callback(look)

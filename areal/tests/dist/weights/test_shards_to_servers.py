@@ -130,7 +130,7 @@ def test_weights_are_cast_before_they_are_sent(backend: str) -> None:
             assert_received(server, expected, 1)
 
 
-@pytest.mark.parametrize("backend", chosen("fsdp:d1", "fsdp:d2"))
+@pytest.mark.parametrize("backend", chosen("fsdp:d1", "fsdp:d2", "fsdp:p2"))
 def test_refused_tensor_is_an_error_on_all_ranks(backend: str) -> None:
     """The server is healed by the next update, in new groups."""
     with started(backend) as engine, serving(engine, [(1, 1), (1, 1)], timeout=5.0) as (sending, servers, _):

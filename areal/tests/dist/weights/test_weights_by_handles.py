@@ -13,7 +13,7 @@ from areal.api import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.inference.http import VLLM
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.servers.group.memory import FileCarrier
+from areal.tests.harness.servers.group.memory import FileCarrier, FileMemory
 from areal.tests.harness.servers.group.sending import GroupSending, version_in
 from areal.tests.harness.servers.group.server import GroupServer
 from areal.tests.harness.tiny import chosen, global_batch, local_batch, loss, same_bits, started, weights_of
@@ -120,3 +120,24 @@ def test_error_of_one_rank_ends_the_update_on_all(backend: str) -> None:
         assert_loaded(server, expected, 2)
         with pytest.raises(ValueError, match="servers over a process group receive all tensors"):
             sending.send(engine, 3, select=lambda name: "norm" in name)
+
+
+@pytest.mark.parametrize("backend", chosen("fsdp:d1", "fsdp:d2", "fsdp:t2"))
+def test_rank_without_memory_is_an_error_on_all(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks gather the tensors of the chunk, and are not left waiting for it."""
+    full = [world().rank == world().size - 1]
+
+    def allocate(self: Any, nbytes: int) -> torch.Tensor:
+        if full[0]:
+            raise torch.OutOfMemoryError("no memory is left on the GPU")
+        return make(self, nbytes)
+
+    make = FileMemory.new
+    monkeypatch.setattr(FileMemory, "new", allocate)
+    with started(backend) as engine, serving(engine, 30_000) as (sending, server):
+        with pytest.raises(RuntimeError, match=r"no memory is left on the GPU.*version 1 was not sent"):
+            sending.send(engine, 1)
+        full[0] = False
+        expected = weights_of(engine)
+        sending.send(engine, 2)
+        assert_loaded(server, expected, 2)

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from areal.inference.http.group import IPCCarrier
-from areal.inference.http.group.chunk import ChunkMemory
+from areal.inference.http.group.ipc import IPCMemory
 from areal.inference.http.servers.group_routes import Handles
 
 DEVICE = 6
 """Index of the device in the arguments of ``rebuild_cuda_tensor``, which a worker replaces by its own."""
 
 
-class FileMemory(ChunkMemory):
+class FileMemory(IPCMemory):
     """Buffers in files of a folder."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
         super().__init__(nbytes, torch.device("cpu"))
         self._folder, self._made = folder, 0
 
-    def allocate(self, nbytes: int) -> Tensor:
+    def new(self, nbytes: int) -> Tensor:
         self._made += 1
         file = self._folder / str(self._made)
         buffer = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)

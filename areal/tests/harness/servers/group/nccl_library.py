@@ -32,7 +32,7 @@ class Recorded:
 
     def __init__(self, **results: list[int]) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        for name in nccl._FUNCTIONS:
+        for name in (*nccl._FUNCTIONS, *nccl._LATER_FUNCTIONS):
             setattr(self, name, Function(name, self.calls, results.get(name, [0])))
 
         def describe(result: int) -> bytes:

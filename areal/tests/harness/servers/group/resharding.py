@@ -17,7 +17,7 @@ class GlooReshardCarrier(ReshardCarrier):
     """Implements the carrier over gloo. ``links`` are all that were made."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        self._device = torch.device("cpu", 0)
         self.links: list[GlooLink] = []
         self._stores: list[dist.TCPStore] = []
 
@@ -25,6 +25,9 @@ class GlooReshardCarrier(ReshardCarrier):
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent to servers."""
         return sum(link.sent for link in self.links)
+
+    def check(self) -> None:
+        return None
 
     def new_key(self) -> str:
         key, store = m2n.new_key()
@@ -43,7 +46,7 @@ class GlooLink(NCCLLink):
         self._m2n: Any = m2n
         self._comm: Any = m2n.Comm(base64.b64decode(key), rank, size, seconds)
         self._handle = m2n.Handle.create(m2n.Config(max_cta=None))
-        self._final = 0
+        self._final, self._revoked = 0, False
 
     @property
     def sent(self) -> int:
@@ -56,16 +59,19 @@ class GlooLink(NCCLLink):
 
     def reshard(self, shard: Tensor, source: Side, target: Side) -> None:
         comm = self._comm
-        if comm is None:
-            raise RuntimeError("the communicator was aborted")
+        if self._revoked:
+            raise RuntimeError("the communicator was revoked")
         m2n.reshard(shard, None, comm, None, handle=self._handle, **self._layouts(source, target))
 
     def wait(self, seconds: float) -> None:
         return None
 
+    def revoke(self) -> None:
+        self._revoked = True
+
+    def finalize(self) -> None:
+        assert self._comm is not None, "the communicator is released before what the resharding has on it"
+        self._handle.destroy()
+
     def abort(self) -> None:
-        comm, self._comm = self._comm, None
-        if comm is not None:
-            self._final = comm.sent
-            comm.destroy()
-            self._handle.destroy()
+        self._final, self._comm = self._comm.sent, None

@@ -12,7 +12,7 @@ HANDLES = "dist/weights/test_weights_by_handles.py::test_{}"
 
 @mutant(
     "areal.inference.http.group.sender:GroupSender.start_round",
-    HANDLES.format("memory_is_filled_again_after_it_was_loaded[*fsdp:d1*]"),
+    HANDLES.format("memory_is_filled_again_after_it_was_loaded[*d1]"),
 )
 def memory_filled_while_it_is_loaded(right: Function) -> Function:
     """The next chunk is announced while a server may still load the last one, whose memory is then filled."""
@@ -27,7 +27,7 @@ def memory_filled_while_it_is_loaded(right: Function) -> Function:
 
 @mutant(
     "areal.inference.http.group.chunk:ChunkMemory.release",
-    HANDLES.format("each_worker_loads_from_the_memory_of_its_gpu[*fsdp:d1*30000*]"),
+    HANDLES.format("each_worker_loads_from_the_memory_of_its_gpu[*d1*30000*]"),
 )
 def memory_of_chunks_kept(right: Function) -> Function:
     """Memory that servers on the same GPU need stays allocated after an update."""
@@ -75,7 +75,7 @@ def replicas_counted_in_the_other_order(right: Function) -> Function:
 
 @mutant(
     "areal.inference.http.group.reshard_sender:ReshardSender.invite",
-    SHARDS.format("groups_are_made_again_for_another_source_or_server[*fsdp:d1*]"),
+    SHARDS.format("groups_are_made_again_for_another_source_or_server[*d1]"),
 )
 def plan_of_the_first_source_kept(right: Function) -> Function:
     """Servers keep the plan of the first source, whatever the next one has."""
@@ -84,7 +84,7 @@ def plan_of_the_first_source_kept(right: Function) -> Function:
 
 @mutant(
     "areal.inference.http.group.reshard_plan:_Spread.planned",
-    SHARDS.format("each_rank_sends_its_share[*megatron:d2*]"),
+    SHARDS.format("each_rank_sends_its_share[megatron:d2]"),
 )
 def replicas_send_everything(right: Function) -> Function:
     """What all ranks have is sent whole, by one of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 from areal.inference.http.group import IPCCarrier, ReshardCarrier, ipc, reshard_carrier
-from areal.inference.http.group.reshard_carrier import Side, side
+from areal.inference.http.group.reshard_carrier import Side, leave, side
+from areal.inference.http.group.reshard_links import Invitation, Links
 from areal.tests.harness.servers.group.nccl_library import Recorded, Stream
 from areal.tests.harness.servers.vllm_plugin import areal_fake_m2n
-from areal.weight_sync.nccl import NCCLLibrary
+from areal.weight_sync.nccl import NCCLError, NCCLLibrary
 
 POINTER = 4711
 """The communicator of :class:`Recorded`."""
@@ -52,7 +54,7 @@ def resharding(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def carrier_on(library: Recorded) -> ReshardCarrier:
     carrier = ReshardCarrier("cuda", library=NCCLLibrary(loaded=library))
-    carrier.device = torch.device("cpu")  # of the tensors, which are not sent
+    carrier._device = torch.device("cpu", 0)  # of the tensors, which are not sent
     return carrier
 
 
@@ -82,13 +84,60 @@ def test_link_reshards_on_the_communicator(cuda: Any, resharding: list[dict[str,
     # The values were computed on another stream.
     assert cuda.waited == ["current"]
 
+    # The communicator is stopped, and stays until the resharding has given back what it has on it.
     cuda.polls = 10**9
     with pytest.raises(TimeoutError, match=r"the work on the stream did not end within 0\.1 s"):
         link.wait(0.1)
-    link.abort()
-    link.abort()
-    assert library.names()[-1] == "ncclCommAbort"
+    assert library.names()[-1] == "ncclCommRevoke"
+    with pytest.raises(NCCLError, match="the communicator was revoked"):
+        link.wait(5.0)
+    leave([link], busy=True)
+    assert library.names()[-2:] == ["ncclCommRevoke", "ncclCommAbort"]
     assert areal_fake_m2n.Handle.opened == before
+
+
+class Steps:
+    """A link that records the order of what is done to several."""
+
+    def __init__(self, name: str, done: list[str]) -> None:
+        for step in ("revoke", "finalize", "abort"):
+            setattr(self, step, partial(done.append, f"{step} {name}"))
+
+
+def test_no_group_is_left_before_the_resharding_has_ended_on_all() -> None:
+    done: list[str] = []
+    links: list[Any] = [Steps("a", done), Steps("b", done)]
+    leave(links, busy=False)
+    assert done == ["finalize a", "finalize b", "abort a", "abort b"]
+    done.clear()
+    leave(links, busy=True)
+    assert done[:3] == ["revoke a", "revoke b", "finalize a"]
+
+
+class Slow(ReshardCarrier):
+    """A carrier on which joining takes until the groups are left."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self.done: list[str] = []
+        self.links: Links | None = None
+
+    def join(self, key: str, rank: int, size: int, seconds: float) -> Any:
+        assert self.links is not None
+        self.links.abort()
+        link: Any = Steps(key, self.done)
+        link.receive = lambda root, rows, seconds: []
+        return link
+
+
+def test_groups_that_were_left_while_their_members_joined_are_not_used() -> None:
+    carrier = Slow()
+    carrier.links = links = Links(carrier, 0, 1)
+    links.accept([Invitation("key", 2, (1, 1), 0)])
+    with pytest.raises(RuntimeError, match="the groups were left while their members joined"):
+        links.join(1.0)
+    assert carrier.done == ["revoke key", "finalize key", "abort key"]
+    links.wait(1.0)  # there is none
 
 
 def test_what_all_ranks_have_lies_on_an_axis_of_one_rank() -> None:
@@ -103,18 +152,29 @@ def test_missing_package_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reshard_carrier, "import_module", missing)
     carrier = carrier_on(Recorded())
     with pytest.raises(RuntimeError, match=r"nccl\.m2n is missing .*: install nccl-extensions\[cu13\] \(cu12\)"):
-        carrier.join(carrier.new_key(), 0, 2, 1.0)
+        carrier.check()
     with pytest.raises(ValueError, match="device = 'cpu': NCCL needs a GPU"):
         ReshardCarrier("cpu")
 
 
 def test_memory_is_shared_under_the_id_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "reduce_tensor", lambda buffer: ("rebuild_cuda_tensor", ("handle", len(buffer))))
+    shared: list[torch.Tensor] = []
+
+    def reduce(tensor: torch.Tensor) -> Any:
+        shared.append(tensor)
+        return "rebuild_cuda_tensor", ("handle", len(tensor))
+
+    monkeypatch.setattr(ipc, "reduce_tensor", reduce)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-of-{device}"))
     collected: list[bool] = []
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: collected.append(True))
     carrier = IPCCarrier()
-    assert carrier.share(torch.zeros(7, dtype=torch.uint8)) == {"GPU-of-cpu": ("handle", 7)}
+    buffer = torch.arange(9, dtype=torch.uint8)[1:8]
+    assert carrier.share(buffer) == {"GPU-of-cpu": ("handle", 7)}
+    # torch may keep what was shared for ever: that does not own the memory.
+    assert torch.equal(shared[0], buffer)
+    assert shared[0].data_ptr() == buffer.data_ptr()
+    assert shared[0].untyped_storage().nbytes() == 7
     carrier.reclaim()
     assert collected == [True]
     with pytest.raises(ValueError, match="chunk_bytes = 0: it must be above 0"):

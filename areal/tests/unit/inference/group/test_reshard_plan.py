@@ -101,6 +101,9 @@ def test_more_ranks_than_shards_that_a_worker_joins() -> None:
     plan = planned(x=(shape, [[along(shape, 0, rank, 64)] for rank in range(64)]))
     assert (max(plan.mesh), len(plan.tensors[0].parts)) == (MOST_SHARDS, 64)
     assert plan.tensors[0].placements in ((0, -1), (-1, 0))
+    # No axis is short enough.
+    plan = planned(x=((17, 2), [[whole((17, 2))]] * 17), y=((4 * 361, 2), [[whole((4 * 361, 2))]] * 17))
+    assert [tensor.placements for tensor in plan.tensors] == [None, None]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 32])
