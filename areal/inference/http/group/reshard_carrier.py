@@ -109,6 +109,7 @@ class ReshardCarrier:
         if self._device.type != "cuda":
             raise ValueError(f"device = {str(device)!r}: NCCL needs a GPU; choose 'cuda'")
         self._library = library
+        self._checked = False
 
     @property
     def device(self) -> torch.device:
@@ -121,10 +122,13 @@ class ReshardCarrier:
         """Load the libraries, before anything waits for this rank.
 
         Raises:
-            RuntimeError: one is missing.
+            RuntimeError: one is missing, or older than the other needs.
         """
         self._require_library()
-        _import_m2n()
+        if not self._checked:
+            m2n = _import_m2n()
+            m2n.Handle.create(m2n.Config(max_cta=None)).destroy()
+            self._checked = True
 
     def new_key(self) -> str:
         """Return a new key with which the members of a group find each other. vLLM decodes the standard alphabet only."""
@@ -166,7 +170,11 @@ class NCCLLink:
             with torch.cuda.stream(self._stream):
                 element = torch.zeros(1, device=device)
             self._comm.all_reduce(element, seconds)
-            self._handle = self._m2n.Handle.create(self._m2n.Config(max_cta=None))
+            try:
+                self._handle = self._m2n.Handle.create(self._m2n.Config(max_cta=None))
+            except Exception:
+                self._comm.abort()
+                raise
 
     def receive(self, root: int, rows: int, seconds: float) -> list[list[int]]:
         with torch.cuda.device(self._device):
@@ -190,7 +198,7 @@ class NCCLLink:
 
     def finalize(self) -> None:
         # After an error nobody can help a handle that does not end.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), torch.cuda.device(self._device):
             self._comm.settle(_SETTLE_SECONDS)
             self._handle.destroy()
 

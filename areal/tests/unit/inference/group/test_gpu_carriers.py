@@ -61,6 +61,7 @@ def carrier_on(library: Recorded) -> ReshardCarrier:
 def test_link_reshards_on_the_communicator(cuda: Any, resharding: list[dict[str, Any]]) -> None:
     library = Recorded()
     carrier = carrier_on(library)
+    carrier.check()
     key = carrier.new_key()
     assert len(base64.b64decode(key, validate=True)) == 128
     before = areal_fake_m2n.Handle.opened
@@ -94,6 +95,24 @@ def test_link_reshards_on_the_communicator(cuda: Any, resharding: list[dict[str,
     leave([link], busy=True)
     assert library.names()[-2:] == ["ncclCommRevoke", "ncclCommAbort"]
     assert areal_fake_m2n.Handle.opened == before
+
+
+def test_communicator_is_released_if_the_resharding_does_not_start(
+    cuda: Any, resharding: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(config: Any) -> None:
+        raise OSError("NCCL is older than 2.30.5")
+
+    library = Recorded()
+    carrier = carrier_on(library)
+    key = carrier.new_key()
+    monkeypatch.setattr(areal_fake_m2n.Handle, "create", fails)
+    # On every rank, before any server waits for it.
+    with pytest.raises(OSError, match=r"older than 2\.30\.5"):
+        carrier.check()
+    with pytest.raises(OSError, match=r"older than 2\.30\.5"):
+        carrier.join(key, 0, 2, 5.0)
+    assert library.names()[-1] == "ncclCommAbort"
 
 
 class Steps:
