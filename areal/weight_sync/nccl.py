@@ -204,7 +204,7 @@ class NCCLCommunicator:
 
     @property
     def pointer(self) -> int:
-        """The ``ncclComm_t``, for libraries that run collectives of their own on the stream."""
+        """The ``ncclComm_t``, for libraries with collectives of their own."""
         return int(self._require().value or 0)
 
     def revoke(self) -> None:
@@ -221,20 +221,8 @@ class NCCLCommunicator:
             NCCLError: NCCL reports an error, or the communicator was revoked.
             TimeoutError: the time limit has passed.
         """
-        deadline = time.monotonic() + seconds
-        while not self._stream.query():
-            state = self._state()
-            if self._revoked or state not in (_SUCCESS, _IN_PROGRESS):
-                self.revoke()
-                raise NCCLError(
-                    "the communicator was revoked"
-                    if state in (_SUCCESS, _IN_PROGRESS)
-                    else self._library.describe(state)
-                )
-            if time.monotonic() > deadline:
-                self.revoke()
-                raise TimeoutError(f"the work on the stream did not end within {seconds:g} s")
-            time.sleep(_POLL_SECONDS)
+        late = f"the work on the stream did not end within {seconds:g} s"
+        self._wait(time.monotonic() + seconds, late, self.revoke)
 
     def settle(self, seconds: float) -> None:
         """Wait until a revoked communicator has stopped its collectives, or until the time limit."""
@@ -255,9 +243,15 @@ class NCCLCommunicator:
         late = f"{name} did not end within {seconds:g} s"
         self._start(name, lambda comm: (*arguments, comm, self._stream.cuda_stream))
         self._settle(deadline, late)
+        self._wait(deadline, late, self._give_up)
+
+    def _wait(self, deadline: float, late: str, end: Callable[[], None]) -> None:
+        """Wait until the stream is idle. ``end`` is called after an error."""
         while not self._stream.query():
             # A rank that is lost is reported by NCCL, or not at all: then the time limit ends the wait.
-            self._check(deadline, late)
+            self._check(deadline, late, end)
+            if self._revoked:
+                raise NCCLError("the communicator was revoked")
             time.sleep(_POLL_SECONDS)
 
     def _start(self, name: str, arguments: Callable[[ctypes.c_void_p], tuple[Any, ...]]) -> None:
@@ -271,27 +265,27 @@ class NCCLCommunicator:
 
     def _settle(self, deadline: float, late: str) -> None:
         """Wait until a call has ended that continues in the background."""
-        while self._check(deadline, late) == _IN_PROGRESS:
+        while self._check(deadline, late, self._give_up) == _IN_PROGRESS:
             time.sleep(_POLL_SECONDS)
 
-    def _check(self, deadline: float, late: str) -> int:
-        """Return the state of the communicator.
+    def _check(self, deadline: float, late: str, end: Callable[[], None]) -> int:
+        """Return the state of the communicator. ``end`` is called before an error is raised.
 
         Raises:
             NCCLError: it failed, or was aborted by another thread.
-            TimeoutError: the time limit has passed. It is aborted.
+            TimeoutError: the time limit has passed.
         """
         state = self._state()
         if state not in (_SUCCESS, _IN_PROGRESS):
-            self._give_up()
+            end()
             raise NCCLError(self._library.describe(state))
         if time.monotonic() > deadline:
-            self._give_up()
+            end()
             raise TimeoutError(late)
         return state
 
     def _state(self) -> int:
-        """Return the state of the communicator, as NCCL tells it."""
+        """Return the state of the communicator, as NCCL reports it."""
         state = ctypes.c_int()
         with self._lock:
             self._library.call("ncclCommGetAsyncError", self._require(), ctypes.byref(state))

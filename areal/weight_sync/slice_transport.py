@@ -14,7 +14,7 @@ import torch.distributed as dist
 from areal.api.control import Control
 from areal.api.weights import LocalTensor, SelectName, TensorSource, UpdateKind, WeightUpdateMeta
 from areal.weight_sync.chain import Chain, box_numbers
-from areal.weight_sync.transport import Transport, ignore_errors
+from areal.weight_sync.transport import Transport, ignore_errors, sent_dtype
 
 CHUNK_BYTES = 64 * 2**20
 """Size from which slices are sent together."""
@@ -124,8 +124,7 @@ class SliceTransport(Transport):
             elif index:
                 continue
             if tensor.numel():
-                dtype = self._cast if self._cast is not None and tensor.is_floating_point() else tensor.dtype
-                yield LocalTensor(name, tensor.detach().to("cpu", dtype), box, shape)
+                yield LocalTensor(name, tensor.detach().to("cpu", sent_dtype(tensor, self._cast)), box, shape)
 
 
 _Key = tuple[str, tuple[tuple[int, int, int], ...]]

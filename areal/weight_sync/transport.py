@@ -37,9 +37,7 @@ class OutgoingTensors:
         for name, tensor in self._stream:
             if self._select is not None and not self._select(name):
                 continue
-            # Integers and booleans keep their dtype.
-            if self._cast is not None and tensor.is_floating_point():
-                tensor = tensor.to(self._cast)
+            tensor = tensor.to(sent_dtype(tensor, self._cast))
             self._n_tensors += 1
             self._nbytes += tensor.nbytes
             yield NamedTensor(name, tensor)
@@ -50,6 +48,11 @@ class OutgoingTensors:
     def meta(self) -> WeightUpdateMeta:
         """Description of the tensors sent so far; final after the iteration."""
         return WeightUpdateMeta(self._version, _kind(self._select), self._n_tensors, self._nbytes)
+
+
+def sent_dtype(tensor: torch.Tensor, cast: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor is sent: ``cast``, if there is one, but integers and booleans keep theirs."""
+    return cast if cast is not None and tensor.is_floating_point() else tensor.dtype
 
 
 class Sender(Protocol):

@@ -208,6 +208,24 @@ class TorchCarrier(_StoreCarrier):
         ignore_errors(lambda: dist.destroy_process_group(group))
 
 
+def join_workers(
+    library: NCCLLibrary, unique_id: bytes, rank: int, size: int, device: torch.device, seconds: float
+) -> tuple[NCCLCommunicator, torch.cuda.Stream]:
+    """Join a group of NCCL with workers of vLLM. Arguments as of :class:`NCCLCommunicator`.
+
+    Returns:
+        The communicator, and its stream on the device.
+    """
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        comm = NCCLCommunicator(library, unique_id, rank, size, stream, seconds)
+        # The workers do the same at once, before anything else.
+        with torch.cuda.stream(stream):
+            element = torch.zeros(1, device=device)
+        comm.all_reduce(element, seconds)
+    return comm, stream
+
+
 class NCCLCarrier:
     """Implements :class:`Carrier` over NCCL. The id of the group is part of the request.
 
@@ -240,13 +258,7 @@ class NCCLCarrier:
         if self._library is None:
             raise RuntimeError("no group was opened")
         aborted = self._aborted
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream(self.device)
-            comm = NCCLCommunicator(self._library, self._id, 0, self._size, stream, seconds)
-            # The workers do the same at once, before anything else.
-            with torch.cuda.stream(stream):
-                element = torch.zeros(1, device=self.device)
-            comm.all_reduce(element, seconds)
+        comm, _ = join_workers(self._library, self._id, 0, self._size, self.device, seconds)
         self._comm = comm
         # Aborted while the members joined.
         if aborted.is_set():

@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from areal.api.control import Control
 from areal.api.weights import SelectName, TensorSource, WeightUpdateMeta, stream_of
 from areal.inference.http.group.chunk import CHUNK_BYTES, Chunk, ChunkMemory, cut_chunks
-from areal.inference.http.group.process_group_transport import INTERRUPTED_NOTE
-from areal.inference.http.group.sender import GroupSender, Members
+from areal.inference.http.group.sender import INTERRUPTED_NOTE, GroupSender, Members
 from areal.inference.http.servers.group_routes import Handles, TakesHandles
 from areal.weight_sync.transport import OutgoingTensors, Transport
 
@@ -70,20 +69,12 @@ class IPCMemory(ChunkMemory):
 
     error: Exception | None = None
 
-    def allocate(self, nbytes: int) -> Tensor:
+    def take(self, nbytes: int) -> Tensor:
         try:
-            return self.new(nbytes)
+            return super().take(nbytes)
         except torch.OutOfMemoryError as error:
             self.error = error
-            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-    def new(self, nbytes: int) -> Tensor:
-        """Return new memory, uint8 ``[nbytes]``.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough.
-        """
-        return super().allocate(nbytes)
+            return torch.empty(max(nbytes, self.nbytes), dtype=torch.uint8, device="meta")
 
     def check(self) -> None:
         """Raise the error of an allocation."""

@@ -9,14 +9,9 @@ import torch
 from areal.api.control import Control
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import CHUNK_BYTES, ChunkMemory, cut_chunks
-from areal.inference.http.group.sender import GroupSender, Members
+from areal.inference.http.group.sender import INTERRUPTED_NOTE, GroupSender, Members
 from areal.inference.http.servers.group_routes import GroupRoutes
 from areal.weight_sync.transport import OutgoingTensors, TensorTransport
-
-INTERRUPTED_NOTE = (
-    "version {version} was not sent; servers that had received some of it are refused until an update has succeeded"
-)
-"""Added to the error of an update of servers that load tensors as they come."""
 
 
 class ProcessGroupTransport(TensorTransport):

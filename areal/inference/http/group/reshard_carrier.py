@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from areal.inference.http.group.carrier import join_workers
 from areal.inference.http.group.reshard_plan import REPLICATE, Mesh, Placements
-from areal.weight_sync.nccl import NCCLCommunicator, NCCLError, NCCLLibrary
+from areal.weight_sync.nccl import NCCLError, NCCLLibrary
 
 _MODULE = "nccl.m2n"
 _SETTLE_SECONDS = 5.0
@@ -163,18 +164,13 @@ class NCCLLink:
     ) -> None:
         self._m2n = _import_m2n()
         self._device = device
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
-            self._comm = NCCLCommunicator(library, key, rank, size, self._stream, seconds)
-            # The workers do the same at once, before anything else.
-            with torch.cuda.stream(self._stream):
-                element = torch.zeros(1, device=device)
-            self._comm.all_reduce(element, seconds)
-            try:
+        self._comm, self._stream = join_workers(library, key, rank, size, device, seconds)
+        try:
+            with torch.cuda.device(device):
                 self._handle = self._m2n.Handle.create(self._m2n.Config(max_cta=None))
-            except Exception:
-                self._comm.abort()
-                raise
+        except Exception:
+            self._comm.abort()
+            raise
 
     def receive(self, root: int, rows: int, seconds: float) -> list[list[int]]:
         with torch.cuda.device(self._device):
@@ -197,9 +193,11 @@ class NCCLLink:
             self._comm.revoke()
 
     def finalize(self) -> None:
+        # A communicator that has failed has nothing under way.
+        with contextlib.suppress(NCCLError):
+            self._comm.settle(_SETTLE_SECONDS)
         # After an error nobody can help a handle that does not end.
         with contextlib.suppress(Exception), torch.cuda.device(self._device):
-            self._comm.settle(_SETTLE_SECONDS)
             self._handle.destroy()
 
     def abort(self) -> None:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from areal.engine.checkpoint.safetensors import TensorSpec
+
 REPLICATE = -1
 """Placement on an axis of the mesh over which every rank has the same."""
 MOST_SHARDS = 16
@@ -33,24 +35,16 @@ class HeldPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlannedTensor:
-    """One tensor of an update.
+class PlannedTensor(TensorSpec):
+    """One full tensor of an update.
 
     Attributes:
-        name, dtype, shape: of the full tensor.
         placements: of what the ranks send.
         parts: parts that ranks exchange before, as pairs of a rank and the box that it has; empty if each has what it sends.
     """
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     placements: Placements
     parts: tuple[tuple[int, Numbers], ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

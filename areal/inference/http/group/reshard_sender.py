@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from areal.inference.http.group.reshard_links import Invitation, Links
 from areal.inference.http.group.reshard_plan import ReshardPlan
 from areal.inference.http.group.sender import GroupSender, Members, Round
-from areal.inference.http.servers.group_routes import ShardRoutes
+from areal.inference.http.servers.group_routes import SentShards, ShardRoutes
 from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 
 
@@ -51,8 +50,8 @@ class ReshardSender(GroupSender):
             mesh, size = (workers // replicas[url], replicas[url]), self._ranks + workers
             where = self._links.open(size)
             invitations.append(Invitation(where["nccl_unique_id_b64"], size, mesh, len(plan.tensors)))
-            described = {**where, "src_mesh_dims": plan.mesh, "dst_mesh_dims": mesh, **_columns(plan)}
-            self._calls[url] = self._routes.join(described, self._ranks, size, None)
+            shards = SentShards(plan.mesh, mesh, plan.tensors, [each.placements for each in plan.tensors])
+            self._calls[url] = self._shards.join_shards(where, self._ranks, size, shards)
         return invitations
 
     def _count(self, call: HTTPCall[ReplyBody]) -> dict[str, int]:
@@ -83,12 +82,3 @@ class ReshardSender(GroupSender):
         """Leave the groups: the next update makes others."""
         self._leave()
         self._waiting = []
-
-
-def _columns(plan: ReshardPlan) -> dict[str, Any]:
-    return {
-        "names": [tensor.name for tensor in plan.tensors],
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in plan.tensors],
-        "shapes": [tensor.shape for tensor in plan.tensors],
-        "src_placements": [tensor.placements for tensor in plan.tensors],
-    }

@@ -17,7 +17,6 @@ from areal.api.control import Control
 from areal.api.weights import LocalTensor, SelectName, TensorSource, WeightUpdateMeta
 from areal.inference.http.group.chunk import CHUNK_BYTES
 from areal.inference.http.group.held_tensors import HeldTensors
-from areal.inference.http.group.process_group_transport import INTERRUPTED_NOTE
 from areal.inference.http.group.reshard_carrier import ReshardCarrier
 from areal.inference.http.group.reshard_links import Invitation, Links
 from areal.inference.http.group.reshard_plan import (
@@ -29,10 +28,10 @@ from areal.inference.http.group.reshard_plan import (
     plan_resharding,
 )
 from areal.inference.http.group.reshard_sender import ReshardSender
-from areal.inference.http.group.sender import Members
+from areal.inference.http.group.sender import INTERRUPTED_NOTE, Members
 from areal.inference.http.servers.group_routes import ShardRoutes
 from areal.weight_sync.chain import box_numbers
-from areal.weight_sync.transport import Transport
+from areal.weight_sync.transport import Transport, sent_dtype
 
 _BYTES_PER_LIMIT = 4 * 2**30
 
@@ -120,12 +119,9 @@ class ReshardTransport(Transport):
                 f"a {type(source).__name__} has no shards (local_tensors): send an engine, or pass another carrier"
             )
         return [
-            HeldPart(name, self._dtype(tensor), tuple(shape), box_numbers(box))
+            HeldPart(name, sent_dtype(tensor, self._cast), tuple(shape), box_numbers(box))
             for name, tensor, box, shape in source.local_tensors()
         ]
-
-    def _dtype(self, tensor: Tensor) -> torch.dtype:
-        return self._cast if self._cast is not None and tensor.is_floating_point() else tensor.dtype
 
     def _seconds(self, plan: ReshardPlan) -> float:
         """Return the time limit for all tensors."""

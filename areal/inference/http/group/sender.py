@@ -19,6 +19,11 @@ from areal.weight_sync.transport import ignore_errors
 
 R = TypeVar("R", bound=ReplyBody)
 
+INTERRUPTED_NOTE = (
+    "version {version} was not sent; servers that had received some of it are refused until an update has succeeded"
+)
+"""Added to the error of an update of servers that load tensors as they come."""
+
 _RECOVER_SECONDS = 5.0
 """Time limit of a request that cleans up after an interrupted update."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from areal.engine.checkpoint.safetensors import TensorSpec
@@ -91,13 +92,33 @@ class TakesHandles(Protocol):
         """Those requests."""
 
 
+@dataclass(frozen=True)
+class SentShards:
+    """What the ranks of a trainer send to the workers of one server.
+
+    Attributes:
+        mesh: sizes of the axes of the trainer's ranks.
+        workers: number of replicas of the server's model, and of workers of each.
+        specs: the full tensors, in the order in which they are sent.
+        placements: of each tensor over the mesh; ``None`` if every rank has all of it.
+    """
+
+    mesh: tuple[int, int]
+    workers: tuple[int, int]
+    specs: Sequence[TensorSpec]
+    placements: Sequence[tuple[int, int] | None]
+
+
 @runtime_checkable
 class ShardRoutes(GroupRoutes, Protocol):
-    """Requests with which a server's workers receive shards of a trainer's ranks. :meth:`join` gets the plan in ``where``."""
+    """Requests with which a server's workers receive shards of a trainer's ranks."""
 
     @property
     def workers_of_replica(self) -> HTTPCall[ReplyBody]:
         """Request for the number of workers that have one copy of the model, which :meth:`read_workers` reads."""
+
+    def join_shards(self, where: Mapping[str, Any], offset: int, size: int, plan: SentShards) -> HTTPCall[ReplyBody]:
+        """Return the request to join a group of all ranks of the trainer. Arguments as of :meth:`join`, and what the ranks send."""
 
     def receive(self, names: Sequence[str]) -> HTTPCall[ReplyBody]:
         """Return the request to receive tensors in this order. It returns when they are loaded."""

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.inference.http.servers.dialect import expect
-from areal.inference.http.servers.group_routes import INTERRUPTED, Handles
+from areal.inference.http.servers.group_routes import INTERRUPTED, Handles, SentShards
 from areal.inference.http.servers.http_call import Anything, Empty, HTTPCall, LabelReply, ReplyBody, RequestBody
 
 # Read and run against vLLM 0.32.0: ``entrypoints/rl/online/api_router.py`` (routes), in ``distributed/weight_transfer`` ``nccl_common.py``,
@@ -96,6 +96,10 @@ class VLLMGroupRoutes:
 
     def update(self, specs: Sequence[TensorSpec]) -> HTTPCall[Anything]:
         return _update(VLLMUpdateInfo(**_columns(specs)))
+
+    def join_shards(self, where: Mapping[str, Any], offset: int, size: int, plan: SentShards) -> HTTPCall[Anything]:
+        meshes = {"src_mesh_dims": plan.mesh, "dst_mesh_dims": plan.workers, "src_placements": plan.placements}
+        return self.join({**where, **meshes, **_columns(plan.specs)}, offset, size, None)
 
     def receive(self, names: Sequence[str]) -> HTTPCall[Anything]:
         return _update(VLLMShardInfo(names=list(names)))

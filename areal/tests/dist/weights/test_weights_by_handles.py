@@ -1,4 +1,4 @@
-"""Weights that the worker on each rank's GPU loads from the memory of that rank; files stand for the memory of GPUs."""
+"""Weights that the worker on each rank's GPU loads from the memory of that rank; the memory of each GPU is a file."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def test_rank_without_memory_is_an_error_on_all(backend: str, monkeypatch: pytes
             raise torch.OutOfMemoryError("no memory is left on the GPU")
         return make(self, nbytes)
 
-    make = FileMemory.new
-    monkeypatch.setattr(FileMemory, "new", allocate)
+    make = FileMemory.allocate
+    monkeypatch.setattr(FileMemory, "allocate", allocate)
     with started(backend) as engine, serving(engine, 30_000) as (sending, server):
         with pytest.raises(RuntimeError, match=r"no memory is left on the GPU.*version 1 was not sent"):
             sending.send(engine, 1)

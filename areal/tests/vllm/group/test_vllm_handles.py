@@ -1,4 +1,4 @@
-"""Weights by handles of memory into a real vLLM server: its engine ``ipc`` on files, which stand for the memory of a GPU."""
+"""Weights by handles of memory into a real vLLM server: its engine ``ipc``, with files in place of GPU memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that other processes open by a handle, as that of a GPU by CUDA's: files, which stand for the memory of a GPU per rank."""
+"""Memory that other processes open by a handle, as that of a GPU by CUDA's: files, one for the memory of each GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FileMemory(IPCMemory):
         super().__init__(nbytes, torch.device("cpu"))
         self._folder, self._made = folder, 0
 
-    def new(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         self._made += 1
         file = self._folder / str(self._made)
         buffer = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Shards of trainer ranks over gloo, which stands for NCCL's resharding."""
+"""Shards of trainer ranks over gloo in place of NCCL's resharding."""
 
 from __future__ import annotations
 

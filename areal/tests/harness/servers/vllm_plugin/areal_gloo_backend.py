@@ -114,7 +114,7 @@ def opened(
 
 
 class ShardsWeightTransferEngine(M2NWeightTransferEngine):
-    """The backend ``nccl_m2n`` over gloo. What each worker takes is planned by vLLM."""
+    """The backend ``nccl_m2n`` over gloo. vLLM plans what each worker takes."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
         def join(info: Any, config: Any) -> Any:

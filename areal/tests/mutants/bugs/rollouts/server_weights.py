@@ -87,7 +87,7 @@ def plan_of_the_first_source_kept(right: Function) -> Function:
     SHARDS.format("each_rank_sends_its_share[megatron:d2]"),
 )
 def replicas_send_everything(right: Function) -> Function:
-    """What all ranks have is sent whole, by one of them."""
+    """One rank sends the whole of a tensor that all ranks have."""
 
     def wrong(self: Any, mesh: Any) -> Any:
         planned = right(self, mesh)
