@@ -106,6 +106,7 @@ class EngineState(TrainEngine):
         self.device = platform.current_device()  # the group's start may have chosen it
         self.timer = PhaseTimer(self.device)
         platform.set_device(self.device)
+        platform.keep_freed(self.device)
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         # Process groups that this engine alone uses.
@@ -172,7 +173,7 @@ class EngineState(TrainEngine):
             self._groups.close()
         gc.collect()
         with quietly():
-            platform.empty_cache(self.device)
+            platform.release_unused(self.device)
             platform.empty_host_cache(self.device)
 
     def _teardown_after_fault(self) -> None:
@@ -329,9 +330,7 @@ class EngineState(TrainEngine):
         memory, reserved = self._require_components().memory, platform.reserved_bytes(self.device)
         with self._ending_on_error():
             nbytes = memory.offload(params=params, grads=grads, optimizer=optimizer)
-        # The allocator would keep the freed memory for this process: return it, for an inference engine on this device.
-        platform.empty_cache(self.device)
-        platform.give_back(self.device)
+        platform.release_unused(self.device)  # for an inference engine on this device
         self._moved.totals["offloaded_bytes"] += nbytes
         if self.control.rank == 0:
             returned = reserved - platform.reserved_bytes(self.device)

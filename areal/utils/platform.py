@@ -150,6 +150,16 @@ def used_bytes(device: torch.device, *, peak: bool = False) -> int:
     return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
 
 
+def keep_freed(device: torch.device) -> None:
+    """Let this process keep the host memory that it frees until :func:`give_back`, as torch's allocator of a GPU keeps a GPU's.
+
+    The C library would return large blocks to the system, and the next step pay for new pages. Does nothing if the environment has
+    settings for it: ``MALLOC_...`` or ``GLIBC_TUNABLES``.
+    """
+    if device.type == "cpu" and not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        host_memory.hold()
+
+
 def give_back(device: torch.device) -> None:
     """Return unused host memory to the system. On a GPU, the unused memory of the allocator counts as free."""
     if device.type == "cpu":
@@ -159,6 +169,19 @@ def give_back(device: torch.device) -> None:
 def reserved_bytes(device: torch.device) -> int:
     """Return the bytes of a device that the allocator of this process has, used and unused; 0 for a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def release_unused(device: torch.device) -> None:
+    """Return unused memory of a device, and of the host for a CPU, to the system: torch's allocator would keep it for this process."""
+    empty_cache(device)
+    give_back(device)
+
+
+def openblas_threads() -> int | None:
+    """Return the number of threads that OpenBLAS, which numpy contains, was started with; ``None`` for one per core."""
+    names = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")  # in the order of OpenBLAS
+    numbers = (os.environ.get(name, "") for name in names)
+    return next((int(number) for number in numbers if number.isdecimal() and int(number) > 0), None)
 
 
 def synchronize(device: torch.device) -> None:

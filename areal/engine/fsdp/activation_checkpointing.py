@@ -47,8 +47,9 @@ _SAVED_CUSTOM_OPS = (
     ("flash_attn_3", "_flash_attn_forward"),
     ("areal", "exchange_rows"),
     ("mkldnn", "_linear_pointwise"),
+    ("areal", "openblas_mm"),
 )
-"""Attention kernels of a GPU, the exchanges of expert and context parallelism, and oneDNN's products on a CPU.
+"""Attention kernels of a GPU, the exchanges of expert and context parallelism, and products on a CPU by other libraries.
 
 A dispatch mode does not see the operations inside of them. Each exists only if its library was imported.
 """

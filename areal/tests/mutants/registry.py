@@ -58,7 +58,7 @@ if find_spec("jax") is not None:
 
 # After Megatron's, which would repeat them.
 import areal.tests.mutants.bugs.gpu
-import areal.tests.mutants.bugs.kernels.onednn
+import areal.tests.mutants.bugs.kernels.cpu_products
 import areal.tests.mutants.bugs.model.activations
 import areal.tests.mutants.bugs.model.bidirectional
 import areal.tests.mutants.bugs.model.images

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from areal.utils.functional.cpu_products import openblas_mm
+
 _aten = torch.ops.aten
 
 TILE = 32
@@ -194,6 +196,8 @@ def _rules() -> dict[Any, Callable[..., Any]]:
         _aten.addmm_.default: _in_place(addmm),
         _aten.bmm.default: bmm,
         _aten.bmm.out: _into(bmm),
+        openblas_mm.default: mm,
+        openblas_mm.out: _into(mm),
     }
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         rules[torch.ops.mkldnn._linear_pointwise.default] = _onednn_linear

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from areal.api import IGNORE_INDEX
 from areal.utils.functional.head_spec import HeadSpec
-from areal.utils.functional.product import add_product, onednn_computes, product
+from areal.utils.functional.product import add_product, product
 
 
 class _Chunks:
@@ -103,7 +103,7 @@ class _Chunks:
         return self.kept[chunk] if chunk < len(self.kept) else self._write(rows, self.buffer("logits", rows))
 
     def _write(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
-        """Return logits after scale, softcap and temperature, in the buffer if the product writes to one, or else in new memory."""
+        """Return logits after scale, softcap and temperature, in the buffer or in new memory."""
         if self.spec.scale_logits:
             return self._scaled_afterwards(rows, buffer)
         # A number is a factor of the product itself. Factors per token scale the hidden states if these are not rounded.
@@ -115,8 +115,7 @@ class _Chunks:
             hidden, low = hidden * per_token, None if low is None else low * per_token
             per_token = None
         number = scale if isinstance(scale, float) else 1.0
-        into = None if onednn_computes(self.dtypes.inputs, hidden.device) else buffer
-        z = product(hidden, self.weight.t(), self.dtypes.stats, into=into, bias=self.bias, scale=number)
+        z = product(hidden, self.weight.t(), self.dtypes.stats, spare=buffer, bias=self.bias, scale=number)
         if low is not None and self.up is not None:
             add_product(z, low if number == 1.0 else low * number, self.up.t())
         if per_token is not None:
@@ -127,7 +126,7 @@ class _Chunks:
     def _scaled_afterwards(self, rows: slice, buffer: Tensor | None) -> Tensor:
         """Return logits as :func:`_write` does, with the operations of :func:`areal.utils.functional.logprobs.logits` in their order."""
         spec = self.spec
-        z = product(self.hidden[rows], self.weight.t(), self.dtypes.stats, into=buffer, bias=self.bias)
+        z = product(self.hidden[rows], self.weight.t(), self.dtypes.stats, spare=buffer, bias=self.bias)
         if self.low is not None and self.up is not None:
             add_product(z, self.low[rows], self.up.t())
         if spec.logit_scale != 1.0:

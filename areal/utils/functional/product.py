@@ -1,7 +1,6 @@
 """Matrix products: in float32 by the faster of a CPU's libraries, and of 16-bit operands without rounding the result.
 
-``torch.mm`` of float32 matrices calls MKL, which does not use the 512-bit instructions of processors that are not Intel's. oneDNN,
-which torch also contains, does: on such a processor its products take half of the time.
+Which library is faster depends on the processor, see :mod:`areal.utils.functional.cpu_products`.
 
 ``torch.mm(a, b)`` of bfloat16 operands is summed in float32 and then rounded to bfloat16. A logit of size 20 loses up to 0.06.
 CUDA has products with another dtype of the result (``out_dtype``). Other devices do not: there the operands are converted.
@@ -10,22 +9,18 @@ CUDA has products with another dtype of the result (``out_dtype``). Other device
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal.utils.functional.cpu_products import faster_library
+
 _OUT_DTYPE_DEVICES = frozenset({"cuda"})
 """Devices with a kernel for ``torch.mm(out_dtype=...)``. A CPU raises NotImplementedError (torch 2.13)."""
 
 _NARROW = (torch.float16, torch.bfloat16)
-
-_CPUINFO = Path("/proc/cpuinfo")
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that are ordinary memory: no fake and no distributed tensors."""
 
 
 def operand_dtype(compute: torch.dtype, out: torch.dtype, device: torch.device) -> torch.dtype:
@@ -38,23 +33,24 @@ def operand_dtype(compute: torch.dtype, out: torch.dtype, device: torch.device) 
 
 
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``. Differentiable once where oneDNN computes it.
+    """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``. Differentiable once where a faster library computes it.
 
     Args:
         x: ``[..., m]``.
         weight: ``[k, m]``.
         bias: ``[k]``.
     """
-    if torch.compiler.is_compiling() or not _runs_onednn(x, weight):
+    if torch.compiler.is_compiling() or faster_library(x, weight) is None:
         return F.linear(x, weight, bias)
     # Rows outside of the function: a model may change the result in place, which autograd forbids for a view made inside.
-    out: Tensor = _OneDNNLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    out: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
     return out.view(*x.shape[:-1], len(weight))
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of ``[n, m]`` and ``[m, k]``, in their dtype. Not differentiable."""
-    return _onednn_product(a, b, None) if _runs_onednn(a, b) else torch.mm(a, b)
+    library = faster_library(a, b)
+    return torch.mm(a, b) if library is None else library.product(a, b)
 
 
 def product(
@@ -63,6 +59,7 @@ def product(
     out: torch.dtype = torch.float32,
     *,
     into: Tensor | None = None,
+    spare: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
@@ -71,19 +68,22 @@ def product(
     Args:
         a, b: ``[n, m]`` and ``[m, k]``, of floating dtypes that are not wider than ``out``.
         out: dtype of the sums and of the result.
-        into: ``[n, k]`` of the dtype ``out``. Buffer to write to; oneDNN's results are copied to it.
+        into: ``[n, k]`` of the dtype ``out``. Buffer that gets the result.
+        spare: the same. Buffer that the result may be written to, where that is no additional copy.
         bias: ``[k]``.
         scale: factor of the result.
 
     Raises:
         ValueError: a dtype does not fit.
     """
-    _check(a, b, out, into)
+    _check(a, b, out, spare if into is None else into)
     a, b, options = _operands(a, b, out)
-    if _runs_onednn(a, b):
+    library = faster_library(a, b)
+    if into is None and (library is None or library.writes):
+        into = spare
+    if library is not None:
         a, bias = (a, bias) if scale == 1.0 else (a * scale, None if bias is None else bias * scale)
-        result = _onednn_product(a, b, None if bias is None else bias.to(out))
-        return result if into is None else into.copy_(result)
+        return library.product(a, b, None if bias is None else bias.to(out), into)
     into = a.new_empty(a.shape[0], b.shape[1], dtype=out) if into is None else into
     if bias is not None:
         # A bias of the operands' dtype would be widened by the kernel: the same numbers.
@@ -106,7 +106,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     _check(a, b, total.dtype, total)
     a, b, options = _operands(a, b, total.dtype)
     if not options:
-        return total.add_(_onednn_product(a, b, None)) if _runs_onednn(a, b) else total.addmm_(a, b)
+        library = faster_library(a, b)
+        return total.addmm_(a, b) if library is None else library.add(total, a, b)
     if _adds_to_wider(total.device):
         return torch.addmm(total, a, b, out=total, **options)
     return total.add_(torch.mm(a, b, **options))
@@ -146,59 +147,23 @@ class WideLinear(torch.autograd.Function):
         )
 
 
-def onednn_computes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether products are computed by oneDNN, which returns new memory.
-
-    ``torch.backends.mkldnn.flags(enabled=False)`` turns it off.
-    """
-    return (
-        dtype == torch.float32
-        and device.type == "cpu"
-        and _has_faster_onednn()
-        and bool(torch.backends.mkldnn.enabled)
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
-def _runs_onednn(a: Tensor, b: Tensor) -> bool:
-    """Return whether oneDNN computes the product of these tensors."""
-    plain = type(a) in _PLAIN and type(b) in _PLAIN and a.dtype == b.dtype and a.device == b.device
-    return plain and onednn_computes(a.dtype, a.device) and a.numel() > 0 and b.numel() > 0
-
-
-@functools.cache
-def _has_faster_onednn() -> bool:
-    """Return whether this processor has 512-bit instructions that MKL does not use."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    return _CPUINFO.exists() and "GenuineIntel" not in _CPUINFO.read_text()
-
-
-def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``a @ b + bias`` of float32 ``[n, m]`` and ``[m, k]``."""
-    # The operation copies a first operand that is not contiguous. A second one may be transposed, but not overlap with itself.
-    b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
-    return out
-
-
-class _OneDNNLinear(torch.autograd.Function):
-    """:func:`linear_product` of rows ``[n, m]`` by oneDNN."""
+class _Linear(torch.autograd.Function):
+    """:func:`linear_product` of rows ``[n, m]`` by the faster library."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # A frozen weight does not need its input.
         needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return _onednn_product(x, weight.t(), bias)
+        return product(x, weight.t(), x.dtype, bias=bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         return (
-            None if weight is None else _onednn_product(grads[0], weight, None),
-            None if x is None else _onednn_product(grads[0].t(), x, None),
+            None if weight is None else matmul(grads[0], weight),
+            None if x is None else matmul(grads[0].t(), x),
             grads[0].sum(0) if ctx.needs_input_grad[2] else None,
         )
 

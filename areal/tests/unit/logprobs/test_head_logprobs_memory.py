@@ -33,7 +33,7 @@ class Seen(TorchDispatchMode):
     @property
     def products(self) -> int:
         """Number of matrix products."""
-        return sum(self.calls[name] for name in ("mm", "addmm", "addmm_", "_linear_pointwise"))
+        return sum(self.calls[name] for name in ("mm", "addmm", "addmm_", "_linear_pointwise", "openblas_mm"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,97 @@
+"""Memory that a process frees, on a CPU: kept for later steps of an engine, and returned when asked for. Each case has a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from areal.tests.harness.tiny import family_dir
+
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt()")
+
+TOOLS = """
+import json, resource, threading
+import torch
+from areal.utils import platform
+from areal.utils.profiling.host_memory import resident_bytes
+torch.set_num_threads(1)
+found = {}
+
+def faults(work):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+
+BLOCKS = """
+def work():
+    tensors = [torch.zeros(12, 2**20) for _ in range(8)]
+
+def in_thread():
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+platform.keep_freed(torch.device("cpu"))
+found["faults"] = [faults(work) for _ in range(6)]
+found["faults_of_threads"] = [faults(in_thread) for _ in range(6)]
+kept = resident_bytes()
+platform.give_back(torch.device("cpu"))
+found["returned"] = kept - resident_bytes()
+print(json.dumps(found))
+"""
+
+ENGINE = """
+from areal import FinetuneSpec, TrainEngineConfig, create_engine
+
+config = TrainEngineConfig(path=PATH, backend=BACKEND, dtype="float32", optimizer={"lr": 1e-3})
+batch = [{"input_ids": torch.arange(1024)}]
+with create_engine(config) as engine:
+    engine.initialize(FinetuneSpec(total_train_steps=9))
+    step = lambda: engine.train_batch(batch, lambda outputs, batch: -outputs.logprobs.sum())
+    found["faults"] = [faults(step) for _ in range(8)]
+print(json.dumps(found))
+"""
+
+PAGES = 8 * 12 * 2**20 * 4 // 4096
+"""Pages of the blocks."""
+
+
+def run(*parts: str, **environment: str) -> dict[str, Any]:
+    """Run a script, and return what it found."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", "".join((TOOLS, *parts))]
+    result = subprocess.run(
+        command, env={**kept, **environment}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_freed_blocks_are_kept_until_they_are_given_back() -> None:
+    found = run(BLOCKS)
+    assert max(found["faults"][-2:]) < PAGES / 100
+    assert max(found["faults_of_threads"][-2:]) < PAGES / 100
+    assert found["returned"] > 0.9 * PAGES * 4096
+
+
+def test_settings_of_the_user_stay() -> None:
+    found = run(BLOCKS, MALLOC_TRIM_THRESHOLD_="131072")
+    assert min(found["faults"][-2:]) > 0.9 * PAGES
+
+
+@pytest.mark.parametrize("backend", ["fsdp:d1", "jax:d1"])
+def test_steps_of_an_engine_find_the_memory_of_earlier_ones(backend: str) -> None:
+    path = family_dir("qwen3", vocab_size=16384, tie_word_embeddings=True)
+    found = run(f"PATH, BACKEND = {path!r}, {backend!r}", ENGINE)["faults"]
+    print(f"{backend}: page faults of each step {found}")
+    pages_of_logits = 1024 * 16384 * 4 // 4096
+    assert statistics.median(found[-5:]) < pages_of_logits / 20
