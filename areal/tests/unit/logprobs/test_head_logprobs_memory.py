@@ -87,6 +87,15 @@ def test_small_logits_are_kept_instead_of_recomputed(keep_bytes: int | None, aga
     assert sum(x.ndim == 2 and x.shape[1] == weight.shape[0] for x in kept) == chunks - again
 
 
+def test_gradients_may_be_computed_twice() -> None:
+    hidden, weight, _, targets, _ = make()
+    out = head_outputs(hidden, weight, targets.clamp(min=0), chunk_size=CHUNK).logprobs
+    assert out is not None
+    first = torch.autograd.grad(out.sum(), (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(out.sum(), (hidden, weight))
+    assert all(map(torch.equal, first, again))
+
+
 def test_no_logits_are_kept_without_backward() -> None:
     hidden, weight, _, targets, _ = make()
     with Seen() as seen:
