@@ -60,13 +60,26 @@ def finalize(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupColl
         for group in bucket_groups(chunk):
             if group.param_gather_handle is not None:
                 group.start_param_sync(force_sync=True)  # for parameters that no output used
-            if not chunk.ddp_config.overlap_grad_reduce:
-                continue
-            if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
-                group.per_param_grad_ready_counts = {}  # the first batch, from which Megatron learns, must cover all parameters
-            elif not group.is_first_batch and group.grad_reduce_handle is None:
-                group.start_grad_sync()  # no backward was marked as the last one, or it did not reach all parameters
+            _forget_partial_batch(group)
+    begin_reductions(chunks)  # no backward was marked as the last one
     finalize_model_grads(list(chunks), None, pg_collection=groups)
+
+
+def begin_reductions(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Begin the reductions of overlapped buckets that the last backward has not begun, such as those with a parameter that it did not reach.
+
+    Afterwards all ranks have begun the same ones, so that each may wait for them without the others.
+    """
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            if chunk.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
+                group.start_grad_sync()
+
+
+def _forget_partial_batch(group: Any) -> None:
+    """Let Megatron learn the parameters of a bucket from the next batch, if the first one did not reach all of them."""
+    if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
+        group.per_param_grad_ready_counts = {}
 
 
 @torch.no_grad()
@@ -105,8 +118,12 @@ def _is_summed_over_tp(name: str, parameter: nn.Parameter, config: TransformerCo
 
 
 def zero(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Zero the gradient buffers and reset their reduction state."""
+    """Zero the gradient buffers and reset their reduction state, after an error inside of a step, too."""
     for chunk in chunks:
+        for group in bucket_groups(chunk):
+            _forget_partial_batch(group)
+            if chunk.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is not None:
+                group.finish_grad_sync()
         for parameter in chunk.module.parameters():
             parameter.grad = None
         chunk.zero_grad_buffer()

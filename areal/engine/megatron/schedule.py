@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.megatron.gradients import begin_reductions
 from areal.engine.schedule import ForwardFn, ProcessFn, Schedule
 from areal.utils.profiling.phase_timer import PhaseTimer
 
@@ -201,6 +202,8 @@ class MegatronSchedule(Schedule):
                 p2p_communicator=self._p2p,
                 pg_collection=self._groups,
             )
+        if self._step_follows and not forward_only:
+            begin_reductions([chunk for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)])
         return results
 
     @contextlib.contextmanager

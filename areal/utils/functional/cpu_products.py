@@ -153,6 +153,7 @@ def _for_blas(x: Tensor) -> Tensor:
 
 
 def _numpy_has_openblas() -> bool:
-    """Return whether numpy was built with OpenBLAS."""
+    """Return whether numpy was built with OpenBLAS, and can write to tensors: before version 2.1 it only reads them."""
     built = np.show_config(mode="dicts")
-    return built is not None and "openblas" in built["Build Dependencies"]["blas"]["name"]
+    has_openblas = built is not None and "openblas" in built["Build Dependencies"]["blas"]["name"]
+    return has_openblas and np.from_dlpack(torch.empty(1)).flags.writeable

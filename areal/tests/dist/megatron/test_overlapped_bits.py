@@ -1,4 +1,4 @@
-"""Reductions and gathers that overlap with computation give the same bits."""
+"""Reductions and gathers that overlap with computation give the same bits, and an engine that can be used after an error."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.api import ParallelDims
+from areal.tests.dist.faults.twins import DISCARDED, explode, raised, twins
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import global_batch, local_batch, loss, started
 
@@ -60,3 +61,30 @@ def test_overlap_changes_no_bit(backend: str, family: str, dtype: str) -> None:
         assert overlapped == pytest.approx(numbers, rel=1e-12)
         assert same.keys() == weights.keys()
         assert not [name for name, tensor in weights.items() if not torch.equal(same[name], tensor)]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(backend, marks=pytest.mark.world(ParallelDims.parse(backend).world_size))
+        for backend in (
+            "megatron:d2",
+            "megatron:c2",
+            "megatron:e2",
+            "megatron:d2t2",
+            "megatron:d2p2",
+            "megatron:d2p2v2",
+        )
+    ],
+)
+@pytest.mark.parametrize("settings", [REDUCE, GATHER], ids=["reduce", "gather"])
+def test_engine_works_after_a_loss_fails_on_one_rank(backend: str, settings: dict[str, Any]) -> None:
+    """In the first step, from which Megatron learns its buckets, and in a later one, whose reductions have begun by then."""
+    path = model_dir("qwen3_moe" if backend == "megatron:e2" else "qwen3", **DEEP)
+    with twins(backend, path=path, megatron={**settings, **BUCKETS}, mb_spec={"n_mbs": 2}) as pair:
+        for verb in (pair.engine.train_batch, pair.engine.train_batch, pair.engine.forward_backward):
+            for _ in range(2):
+                with raised(RuntimeError, "no such column", DISCARDED, guilty=pair.guilty):
+                    verb(pair.batch(), explode if pair.is_guilty else loss)
+            pair.check()
+        pair.check_weights()
