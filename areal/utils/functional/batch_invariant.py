@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal.utils.functional.cpu_products import openblas_mm
+from areal.utils.functional.product import openblas_mm
 
 _aten = torch.ops.aten
 

@@ -12,23 +12,22 @@ from torch import Tensor
 from areal.tests.mutants.planting import Function, mutant
 
 _PRODUCT = "areal.utils.functional.product"
-_PRODUCTS = "areal.utils.functional.cpu_products"
 _TESTS = "unit/engine/layers/test_cpu_products.py::"
 
 
-@mutant(f"{_PRODUCTS}:OneDNN.product", f"{_TESTS}test_operands_in_any_layout[oneDNN]")
+@mutant(f"{_PRODUCT}:OneDNN.product", f"{_TESTS}test_operands_in_any_layout[oneDNN]")
 def products_without_bias(right: Function) -> Function:
     """The bias of a product by oneDNN is left out."""
     return lambda self, a, b, bias=None, into=None: right(self, a, b, None, into)
 
 
-@mutant(f"{_PRODUCTS}:OpenBLAS.product", f"{_TESTS}test_operands_in_any_layout[OpenBLAS]")
+@mutant(f"{_PRODUCT}:OpenBLAS.product", f"{_TESTS}test_operands_in_any_layout[OpenBLAS]")
 def product_beside_its_buffer(right: Function) -> Function:
     """A product by OpenBLAS is in new memory, and the buffer stays as it was."""
     return lambda self, a, b, bias=None, into=None: right(self, a, b, bias, None)
 
 
-@mutant(f"{_PRODUCTS}:faster_library", f"{_TESTS}test_not_where_torch_is_as_fast")
+@mutant(f"{_PRODUCT}:faster_library", f"{_TESTS}test_not_where_torch_is_as_fast")
 def one_thread_instead_of_several(right: Function) -> Function:
     """OpenBLAS computes with one thread where torch would use several."""
 
@@ -51,7 +50,7 @@ def input_of_a_frozen_weight_is_kept(right: Function) -> Function:
     return wrong
 
 
-@mutant(f"{_PRODUCTS}:faster_library", f"{_TESTS}test_not_where_another_is_asked_for[OpenBLAS]")
+@mutant(f"{_PRODUCT}:faster_library", f"{_TESTS}test_not_where_another_is_asked_for[OpenBLAS]")
 def float32_under_autocast(right: Function) -> Function:
     """Products stay in float32 where autocast asks for bfloat16."""
 

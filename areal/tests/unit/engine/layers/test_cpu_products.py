@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from areal.engine.model.fused_layers import replace_linears
-from areal.utils.functional import cpu_products, product
+from areal.utils.functional import product
 from areal.utils.functional.batch_invariant import batch_invariant
 
 OPERATIONS = {"oneDNN": "_linear_pointwise", "OpenBLAS": "openblas_mm"}
@@ -43,9 +43,9 @@ def faster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     name: str = request.param
     if name == "oneDNN" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this build of torch has no oneDNN")
-    library = cpu_products.OneDNN() if name == "oneDNN" else cpu_products.OpenBLAS()
+    library = product.OneDNN() if name == "oneDNN" else product.OpenBLAS()
     monkeypatch.setattr(library, "suits", lambda rows, inner, columns: rows * inner * columns > 0)
-    monkeypatch.setattr(cpu_products, "_library_of_processor", lambda: library)
+    monkeypatch.setattr(product, "_library_of_processor", lambda: library)
     return OPERATIONS[name]
 
 
@@ -141,15 +141,15 @@ def test_not_where_torch_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
         return list(products(lambda: product.linear_product(x, weight)))
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(cpu_products, "_library_of_processor", lambda: None)
+    monkeypatch.setattr(product, "_library_of_processor", lambda: None)
     assert operation(512, 64, 512) == ["mm"]
-    monkeypatch.setattr(cpu_products, "_library_of_processor", cpu_products.OpenBLAS)
+    monkeypatch.setattr(product, "_library_of_processor", product.OpenBLAS)
     assert operation(512, 64, 512) == ["openblas_mm"]
     assert operation(512, 63, 512) == ["mm"]  # small
     assert operation(128, 1024, 512) == ["mm"]  # a small result of large operands
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert operation(512, 64, 512) == ["mm"]
-    monkeypatch.setattr(cpu_products, "_library_of_processor", cpu_products.OneDNN)
+    monkeypatch.setattr(product, "_library_of_processor", product.OneDNN)
     assert operation(1, 64, 8) == ["_linear_pointwise"]
 
 
@@ -184,29 +184,29 @@ def test_the_processor_decides(
     cpuinfo = tmp_path / "cpuinfo"
     if vendor is not None:
         cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-    monkeypatch.setattr(cpu_products, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr(product, "_CPUINFO", cpuinfo)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in threads.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cpu_products, "_numpy_has_openblas", lambda: True)
-    cpu_products._library_of_processor.cache_clear()
+    monkeypatch.setattr(product, "_numpy_has_openblas", lambda: True)
+    product._library_of_processor.cache_clear()
     try:
-        library = cpu_products._library_of_processor()
+        library = product._library_of_processor()
     finally:
-        cpu_products._library_of_processor.cache_clear()
+        product._library_of_processor.cache_clear()
     assert (None if library is None else type(library).__name__) == expected
 
 
 def test_numpy_of_these_tests_has_openblas() -> None:
-    assert cpu_products._numpy_has_openblas()
+    assert product._numpy_has_openblas()
 
 
 def test_memory_of_operands_can_be_freed() -> None:
     """FSDP frees the storage of gathered weights, which a tensor's ``numpy()`` would forbid."""
     weight = nn.Parameter(torch.randn(24, 40))
-    cpu_products.openblas_mm(torch.randn(8, 24), weight)
+    product.openblas_mm(torch.randn(8, 24), weight)
     weight.untyped_storage().resize_(0)
     assert weight.untyped_storage().nbytes() == 0
 
@@ -214,8 +214,8 @@ def test_memory_of_operands_can_be_freed() -> None:
 def test_an_operation_of_torch() -> None:
     a, b = torch.randn(8, 24), torch.randn(24, 40)
     for operation, options in (
-        (cpu_products.openblas_mm.default, {}),
-        (cpu_products.openblas_mm.out, {"out": torch.empty(8, 40)}),
+        (product.openblas_mm.default, {}),
+        (product.openblas_mm.out, {"out": torch.empty(8, 40)}),
     ):
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(operation, (a, b), options, test_utils=checks)
