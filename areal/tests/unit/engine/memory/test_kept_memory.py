@@ -32,7 +32,7 @@ def faults(work):
 
 BLOCKS = """
 def work():
-    tensors = [torch.zeros(12, 2**20) for _ in range(8)]
+    tensors = [torch.zeros(12, 2**20) for _ in range(2)]
 
 def in_thread():
     thread = threading.Thread(target=work)
@@ -40,8 +40,8 @@ def in_thread():
     thread.join()
 
 platform.keep_freed(torch.device("cpu"))
-found["faults"] = [faults(work) for _ in range(6)]
-found["faults_of_threads"] = [faults(in_thread) for _ in range(6)]
+found["faults"] = [faults(work) for _ in range(5)]
+found["faults_of_threads"] = [faults(in_thread) for _ in range(5)]
 kept = resident_bytes()
 platform.give_back(torch.device("cpu"))
 found["returned"] = kept - resident_bytes()
@@ -60,7 +60,7 @@ with create_engine(config) as engine:
 print(json.dumps(found))
 """
 
-PAGES = 8 * 12 * 2**20 * 4 // 4096
+PAGES = 2 * 12 * 2**20 * 4 // 4096
 """Pages of the blocks."""
 
 
