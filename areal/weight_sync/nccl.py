@@ -204,7 +204,7 @@ class NCCLCommunicator:
 
     @property
     def pointer(self) -> int:
-        """The ``ncclComm_t``, for libraries with collectives of their own."""
+        """The ``ncclComm_t``, for libraries that run collectives on it."""
         return int(self._require().value or 0)
 
     def revoke(self) -> None:

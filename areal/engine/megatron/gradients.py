@@ -122,7 +122,7 @@ def zero(chunks: Sequence[DistributedDataParallel]) -> None:
     for chunk in chunks:
         for group in bucket_groups(chunk):
             _forget_partial_batch(group)
-            if chunk.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is not None:
+            if group.grad_reduce_handle is not None:  # with overlap only
                 group.finish_grad_sync()
         for parameter in chunk.module.parameters():
             parameter.grad = None

@@ -202,8 +202,6 @@ class MegatronSchedule(Schedule):
                 p2p_communicator=self._p2p,
                 pg_collection=self._groups,
             )
-        if self._step_follows and not forward_only:
-            begin_reductions([chunk for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)])
         return results
 
     @contextlib.contextmanager
@@ -235,7 +233,8 @@ class MegatronSchedule(Schedule):
     @contextlib.contextmanager
     def _hold_reductions(self, forward_only: bool) -> Iterator[None]:
         """Context that delays reductions: beyond the call, or until its last micro-batch."""
-        pauses = [chunk.no_sync for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
+        wrapped = [chunk for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
+        pauses = [chunk.no_sync for chunk in wrapped]
         if forward_only or not pauses:
             yield
         # Megatron leaves no_sync itself before the last micro-batch.
@@ -245,6 +244,7 @@ class MegatronSchedule(Schedule):
                 yield
             finally:
                 self._config.no_sync_func = None
+            begin_reductions(wrapped)
         else:
             # The step is not known to follow: no reduction in this call.
             with contextlib.ExitStack() as stack:

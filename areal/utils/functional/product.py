@@ -258,7 +258,7 @@ class OpenBLAS:
 
     def suits(self, rows: int, inner: int, columns: int) -> bool:
         """See :meth:`Library.suits`."""
-        # numpy's OpenBLAS has threads of its own. From 0.4 ms on, the call from Python takes less than is gained.
+        # numpy's OpenBLAS does not use torch's threads. From 0.4 ms on, the call from Python takes less than is gained.
         return torch.get_num_threads() == 1 and rows * columns >= 2**18 and rows * inner * columns >= 2**24
 
     def product(self, a: Tensor, b: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
