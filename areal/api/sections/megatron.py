@@ -30,7 +30,7 @@ class MegatronConfig(BackendConfig):
         description="Shard optimizer state over data-parallel ranks. float64 and SGD always use the plain optimizer.",
     )
     overlap_grad_reduce: bool = Field(
-        default=False, description="Reduce gradients during the last backward of `train_batch`."
+        default=True, description="Reduce gradients during the last backward of `train_batch`."
     )
     overlap_param_gather: bool = Field(
         default=False,

@@ -222,7 +222,7 @@ class MegatronEngine(BaseTrainEngine):
             "compile": "off",
             **({} if config.megatron.fp8_recipe is None else {"float8": config.megatron.fp8_recipe}),
             "gradient reduction": "in the last backward of train_batch"
-            if config.megatron.overlap_grad_reduce
+            if config.megatron.overlap_grad_reduce and config.lora is None
             else "once per call",
         }
 

@@ -64,9 +64,7 @@ class PlannedMegatronEngine(PlannedStep, MegatronEngine):
         return self.chunks[0].config.moe_router_topk or 0
 
     def warm_up(self, mbs: MicroBatchList) -> None:
-        # In its first step, Megatron-Core finds out when the gradients of a bucket are complete.
-        if self.config.megatron.overlap_grad_reduce:
-            self.run_step(mbs)
+        """Do nothing: the collectives of the first step are those of the others, but not at the same time in it."""
 
     def watch(self, recorder: StepRecorder) -> None:
         recorder.ignore([*self._parameters(), *(buffer.grad_data for buffer in self._buffers())])

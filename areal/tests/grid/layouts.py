@@ -186,8 +186,8 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
     "megatron": {
         "plain": {},
         "recompute": {"activation_checkpointing": "full"},
-        "overlap": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}},
-        "plain_optimizer": {"megatron": {"distributed_optimizer": False}},
+        "overlap": {"megatron": {"overlap_param_gather": True, "bucket_size": 1000}},
+        "plain_optimizer": {"megatron": {"distributed_optimizer": False, "overlap_grad_reduce": False}},
         "lora": {"lora": LORA, "activation_checkpointing": "full"},
     },
     "jax": {

@@ -86,7 +86,7 @@ MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
 """Point where memory runs out -> (function, micro-batch, layer out of two)."""
 
 
-OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}}
+OVERLAP = {"megatron": {"overlap_param_gather": True, "bucket_size": 1000}}
 
 
 @pytest.mark.world(1)

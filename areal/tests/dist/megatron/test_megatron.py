@@ -23,7 +23,8 @@ from areal.tests.harness.tiny import config, global_batch, local_batch, loss, st
 
 pytest.importorskip("megatron.core")
 
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
+PLAIN = {"overlap_grad_reduce": False}
+OVERLAP = {"overlap_param_gather": True, "bucket_size": 1000}
 
 
 def cell(backend: str, *, family: str = "qwen3", dtype: str = "float32", changes: Any = None, **options: Any) -> Cell:
@@ -51,7 +52,7 @@ def counted_reductions() -> Iterator[list[int]]:
 
 
 @pytest.mark.world(2, 4)
-@pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["plain", "overlap"])
+@pytest.mark.parametrize("overlap", [PLAIN, OVERLAP], ids=["plain", "overlap"])
 def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world_size: int) -> None:
     backend = {2: "megatron:d2", 4: "megatron:d2p2"}[world_size]
     with start_cell(cell(backend, **overlap)) as run, counted_reductions() as count:
@@ -61,7 +62,7 @@ def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world
         buckets = sum(
             len(chunk.bucket_groups) + len(chunk.expert_parallel_bucket_groups) for chunk in engine._components.model
         )
-        assert buckets > 1 if overlap and world_size == 2 else buckets >= 1
+        assert buckets > 1 if overlap is OVERLAP and world_size == 2 else buckets >= 1
         for _ in range(3):  # from the second round the parameters to wait for are known
             for _ in range(3):
                 engine.forward_backward(batch, *call, loss_weight=1 / 3)
@@ -78,13 +79,13 @@ def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world
 @pytest.mark.parametrize(
     ("backend", "options", "starts"),
     [
-        ("megatron:d2", {}, False),
+        ("megatron:d2", PLAIN, False),
         ("megatron:d2", OVERLAP, True),
-        ("megatron:c2", {"overlap_grad_reduce": True}, True),
+        ("megatron:c2", {}, True),
     ],
     ids=["d2-off", "d2", "c2"],
 )
-def test_reduction_starts_in_the_backward_if_asked(
+def test_reduction_starts_in_the_backward_unless_it_is_off(
     backend: str, options: dict[str, Any], starts: bool, world_size: int
 ) -> None:
     with start_cell(cell(backend, **options)) as run, counted_reductions() as count:
@@ -102,7 +103,7 @@ def test_reduction_starts_in_the_backward_if_asked(
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("megatron:d2", {}), ("megatron:d2", OVERLAP), ("megatron:t2", {}), ("megatron:p2", {})],
+    [("megatron:d2", PLAIN), ("megatron:d2", OVERLAP), ("megatron:t2", {}), ("megatron:p2", {})],
     ids=["d2", "d2-overlap", "t2", "p2"],
 )
 def test_reading_gradients_between_calls_changes_nothing(
@@ -209,7 +210,7 @@ def test_unsupported_recomputation_raises() -> None:
 
 def test_overlapped_gather_requires_overlapped_reduction() -> None:
     with pytest.raises(ValueError, match="overlap_param_gather = True needs"):
-        MegatronConfig(overlap_param_gather=True)
+        MegatronConfig(overlap_grad_reduce=False, overlap_param_gather=True)
 
 
 @pytest.mark.world(2)

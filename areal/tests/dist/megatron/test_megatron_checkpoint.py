@@ -22,7 +22,7 @@ from areal.tests.harness.world import world
 pytest.importorskip("megatron.core")
 
 PLAIN = {"megatron": {"distributed_optimizer": False}}
-OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}}
+OVERLAP = {"megatron": {"overlap_param_gather": True, "bucket_size": 1000}}
 WIDE = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
 DEEP = {"num_hidden_layers": 4}
 

@@ -274,7 +274,7 @@ def test_hf_checkpoint_without_optimizer_has_parameters(tmp_path: Path) -> None:
 @pytest.mark.world(2)
 def test_pending_gathered_weights_are_streamed(tmp_path: Path) -> None:
     """With overlapped gathers a step leaves parameters to be gathered by the next forward or by the first reader."""
-    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
+    overlap = {"overlap_param_gather": True, "bucket_size": 1000}
     with started("megatron:d2", megatron=overlap, optimizer=ADAMW) as engine:
         engine.train_batch(local_batch(engine, global_batch()), loss)
         result = saved(engine, tmp_path / "saved")

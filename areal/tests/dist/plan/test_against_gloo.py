@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Megatron's overlaps": (
         "megatron:d2p2",
         "qwen3",
-        {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}},
+        {"megatron": {"overlap_param_gather": True, "bucket_size": 4000}},
     ),
 }
 

@@ -348,12 +348,12 @@ def test_options_of_the_template_exist() -> None:
         ),
         ({"lora": {}, "grad_reduce_dtype": "bfloat16"}, "grad_reduce_dtype = 'bfloat16' with lora"),
         (
-            {"backend": "megatron:d1", "megatron": {"bucket_size": 7}},
+            {"backend": "megatron:d1", "megatron": {"bucket_size": 7, "overlap_grad_reduce": False}},
             "bucket_size = 7 without megatron.overlap_grad_reduce",
         ),
         (
-            {"backend": "megatron:d1", "megatron": {"overlap_grad_reduce": True}, "lora": {}},
-            "overlap_grad_reduce = True with lora",
+            {"backend": "megatron:d1", "megatron": {"overlap_grad_reduce": False}, "lora": {}},
+            "overlap_grad_reduce = False with lora",
         ),
         ({"backend": "megatron:d1", "dtype": "float32", "master_dtype": "float64"}, "keeps parameters in float32 here"),
         (
@@ -365,7 +365,7 @@ def test_options_of_the_template_exist() -> None:
             {
                 "backend": "megatron:d1",
                 "optimizer": {"type": "sgd"},
-                "megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+                "megatron": {"overlap_param_gather": True},
             },
             "overlap_param_gather = True with optimizer.type = 'sgd'",
         ),

@@ -50,7 +50,7 @@ def test_settings_are_refused_by_name(config: dict[str, Any], message: str) -> N
     [
         (
             "fsdp:d1",
-            {"megatron": {"bucket_size": 3, "overlap_grad_reduce": True}},
+            {"megatron": {"bucket_size": 3}},
             "megatron.*with backend = 'fsdp:d1'",
         ),
         ("fsdp:d1", {"max_tokens": 10_000}, "backend_config.max_tokens = 10000: the model has a context of 256 tokens"),
