@@ -81,7 +81,7 @@ class TrainEngineConfig(StrictConfig):
     kept_logits_mb: int | None = Field(
         default=None,
         ge=0,
-        description="MiB of a micro-batch's logits to keep for its backward, which recomputes the rest. None: 1024, or 128 on a CPU.",
+        description="MiB of a micro-batch's logits to keep for its backward, which recomputes the rest. None: 1024, or 256 on a CPU.",
     )
     memory_limit_mb: int | None = Field(
         default=None,

@@ -23,7 +23,7 @@ from areal.utils.functional.vocab_parallel import GatheredVocab, ReplicatedInput
 _CPU_CHUNK_BYTES = 8 * 2**20
 _CHUNK_BYTES = 512 * 2**20
 # Memory for logits that are kept for the backward.
-_CPU_KEEP_BYTES = 128 * 2**20
+_CPU_KEEP_BYTES = 256 * 2**20
 _KEEP_BYTES = 2**30
 _MIN_CHUNK = 128  # tokens; with fewer, reading the weight takes longer than multiplying by it
 
@@ -85,7 +85,7 @@ def head_outputs(
             never rounded.
         scale_logits: divide logits by the temperature, as samplers do. Otherwise a product's operands are scaled where that is faster.
         chunk_size: number of tokens whose logits exist at a time. Defaults to 512 MiB of logits (8 MiB on a CPU).
-        keep_bytes: memory for logits that are kept for the backward. Defaults to 1 GiB (128 MiB on a CPU).
+        keep_bytes: memory for logits that are kept for the backward. Defaults to 1 GiB (256 MiB on a CPU).
         group: ranks that the vocabulary is sharded over, in consecutive blocks.
 
     Raises:
