@@ -74,7 +74,6 @@ class MemoryLimit:
         passes = None if kind is None else self._passes.get(kind)
         if passes is None or not (always or tokens > passes.largest):
             return None
-        platform.give_back(self._device)
         free = platform.free_memory(self._device)
         if self._limit_mb:
             free = min(free, self._limit_mb * 2**20 - platform.used_bytes(self._device))

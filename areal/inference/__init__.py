@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from areal.inference.protocol import RolloutClient as RolloutClient
     from areal.inference.protocol import Sampling as Sampling
     from areal.inference.protocol import TopTokens as TopTokens
+    from areal.utils.data.image_prompt import ImagePrompt as ImagePrompt
 
 _HOMES = {
     "Completion": "areal.inference.protocol",
     "Dialect": "areal.inference.http.servers.dialect",
     "FinishReason": "areal.inference.protocol",
     "HTTPRollout": "areal.inference.http.rollout",
+    "ImagePrompt": "areal.utils.data.image_prompt",
     "LocalRollout": "areal.inference.local.rollout",
     "RolloutClient": "areal.inference.protocol",
     "SGLang": "areal.inference.http.servers.sglang",

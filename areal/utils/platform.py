@@ -132,6 +132,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
+    host_memory.trim()  # what this process has freed counts
     return host_memory.available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -151,10 +152,10 @@ def used_bytes(device: torch.device, *, peak: bool = False) -> int:
 
 
 def keep_freed(device: torch.device) -> None:
-    """Let this process keep the host memory that it frees until :func:`give_back`, as torch's allocator of a GPU keeps a GPU's.
+    """Let this process keep the host memory that it frees, from now on, as torch's allocator of a GPU keeps a GPU's.
 
-    The C library would return large blocks to the system, and the next step pay for new pages. Does nothing if the environment has
-    settings for it: ``MALLOC_...`` or ``GLIBC_TUNABLES``.
+    The C library would return large blocks to the system, and the next step pay for new pages. :func:`give_back` returns what is free at
+    that time. Does nothing if the environment has settings for it: ``MALLOC_...`` or ``GLIBC_TUNABLES``.
     """
     if device.type == "cpu" and not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         host_memory.hold()

@@ -51,7 +51,7 @@ class MegatronConfig(BackendConfig):
     def _overlaps_agree(self) -> MegatronConfig:
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError(
-                "overlap_param_gather = True needs distributed_optimizer = True and overlap_grad_reduce = True: set both, or leave it out"
+                "overlap_param_gather = True needs distributed_optimizer and overlap_grad_reduce, the defaults: leave them out, or this"
             )
         return self
 

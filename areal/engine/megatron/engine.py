@@ -46,6 +46,7 @@ from areal.engine.megatron.optimizer.chained import distributed, megatron_optimi
 from areal.engine.megatron.optimizer.muon import matrix_updates
 from areal.engine.megatron.optimizer.step import step_optimizer
 from areal.engine.megatron.process_groups import ProcessGroups
+from areal.engine.megatron.reductions import Reductions
 from areal.engine.megatron.router import megatron_expert_info
 from areal.engine.megatron.schedule import MegatronSchedule
 from areal.engine.megatron.weight_mapping import LocalParameter
@@ -102,11 +103,12 @@ class MegatronEngine(BaseTrainEngine):
         if chained and settings:
             matrices = self._matrices(chained, weights, settings, groups)
             optimizer = step_optimizer(chained, settings, spec.total_train_steps, self.device, matrices)
-        schedule = MegatronSchedule(list(trained), megatron, groups, self.timer)
+        reductions = Reductions(trained)
+        schedule = MegatronSchedule(list(trained), reductions, megatron, groups, self.timer)
         cp = context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"])
         splits_sequence = sequence_parallel(self.dims, config)
         memory = MegatronOffload(trained, chained, config.offload_dir)
-        self._gradients = grad.MegatronGradients(trained, groups, memory)
+        self._gradients = grad.MegatronGradients(trained, reductions, groups, memory)
         components = EngineComponents(
             model=nn.ModuleList(trained),
             schedule=schedule,

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.engine.components import Memory
+from areal.engine.megatron.reductions import Reductions, bucket_groups
 from areal.engine.optimizer import GradientState
 
 
@@ -21,14 +22,19 @@ class MegatronGradients:
 
     Args:
         chunks: model chunks of this rank.
+        reductions: of the chunks' buckets.
         groups: process groups of the layout.
         memory: owner of the gradient buffers.
     """
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, memory: Memory
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        reductions: Reductions,
+        groups: ProcessGroupCollection,
+        memory: Memory,
     ) -> None:
-        self._chunks, self._groups, self._memory = chunks, groups, memory
+        self._chunks, self._reductions, self._groups, self._memory = chunks, reductions, groups, memory
         self.state = GradientState()
 
     def before_backward(self) -> None:
@@ -37,20 +43,15 @@ class MegatronGradients:
 
     def finalize(self) -> None:
         """Sum over ranks the gradients that were added since the last time."""
-        finalize(self._chunks, self._groups)
+        finalize(self._chunks, self._reductions, self._groups)
 
     def zero(self) -> None:
         # Buffers cannot be replaced: bring them back from host memory to zero them.
         self._memory.onload(params=False, grads=True, optimizer=False)
-        zero(self._chunks)
+        zero(self._chunks, self._reductions)
 
 
-def bucket_groups(chunk: DistributedDataParallel) -> list[Any]:
-    """Return the groups of buckets that are reduced together: dense parameters, then experts."""
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
-
-
-def finalize(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
+def finalize(chunks: Sequence[DistributedDataParallel], reductions: Reductions, groups: ProcessGroupCollection) -> None:
     """Reduce the gradients accumulated since the last step: over replicas, tensor-parallel ranks and tied embeddings.
 
     Must be called once per step: with the distributed optimizer, a second reduction would add the sums of other
@@ -61,19 +62,9 @@ def finalize(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupColl
             if group.param_gather_handle is not None:
                 group.start_param_sync(force_sync=True)  # for parameters that no output used
             _forget_partial_batch(group)
-    begin_reductions(chunks)  # no backward was marked as the last one
+    reductions.begin()  # no backward was marked as the last one
     finalize_model_grads(list(chunks), None, pg_collection=groups)
-
-
-def begin_reductions(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Begin the reductions of overlapped buckets that the last backward has not begun, such as those with a parameter that it did not reach.
-
-    Afterwards all ranks have begun the same ones, so that each may wait for them without the others.
-    """
-    for chunk in chunks:
-        for group in bucket_groups(chunk):
-            if chunk.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
-                group.start_grad_sync()
+    reductions.forget()
 
 
 def _forget_partial_batch(group: Any) -> None:
@@ -117,7 +108,7 @@ def _is_summed_over_tp(name: str, parameter: nn.Parameter, config: TransformerCo
     return of_own_tokens or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
 
 
-def zero(chunks: Sequence[DistributedDataParallel]) -> None:
+def zero(chunks: Sequence[DistributedDataParallel], reductions: Reductions) -> None:
     """Zero the gradient buffers and reset their reduction state, after an error inside of a step, too."""
     for chunk in chunks:
         for group in bucket_groups(chunk):
@@ -127,6 +118,7 @@ def zero(chunks: Sequence[DistributedDataParallel]) -> None:
         for parameter in chunk.module.parameters():
             parameter.grad = None
         chunk.zero_grad_buffer()
+    reductions.forget()
 
 
 def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> Callable[[nn.Parameter], Tensor]:

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
-from areal.engine.megatron.gradients import begin_reductions
+from areal.engine.megatron.reductions import Reductions
 from areal.engine.schedule import ForwardFn, ProcessFn, Schedule
 from areal.utils.profiling.phase_timer import PhaseTimer
 
@@ -128,6 +128,7 @@ class MegatronSchedule(Schedule):
     Args:
         chunks: model chunks of this rank, each in Megatron's ``DistributedDataParallel``, or bare if nothing is
             trained.
+        reductions: of the chunks' buckets.
         config: Megatron-Core's configuration.
         groups: process groups of the layout.
         timer: the engine's timer; a profile then shows each backward.
@@ -138,11 +139,12 @@ class MegatronSchedule(Schedule):
     def __init__(
         self,
         chunks: list[nn.Module],
+        reductions: Reductions,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         timer: PhaseTimer,
     ) -> None:
-        self._chunks, self._timer = chunks, timer
+        self._chunks, self._reductions, self._timer = chunks, reductions, timer
         self._groups = groups
         self._stages, self._virtual = groups.pp.size(), config.virtual_pipeline_model_parallel_size
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
@@ -172,7 +174,7 @@ class MegatronSchedule(Schedule):
             self._step_follows = False
 
     def close(self) -> None:
-        del self._chunks, self._groups, self._run, self._p2p, self._config, self._dispatchers
+        del self._chunks, self._reductions, self._groups, self._run, self._p2p, self._config, self._dispatchers
 
     def run(self, mbs: MicroBatchList, forward: ForwardFn, process: ProcessFn, *, forward_only: bool) -> dict[int, Any]:
         results: dict[int, Any] = {}
@@ -233,8 +235,7 @@ class MegatronSchedule(Schedule):
     @contextlib.contextmanager
     def _hold_reductions(self, forward_only: bool) -> Iterator[None]:
         """Context that delays reductions: beyond the call, or until its last micro-batch."""
-        wrapped = [chunk for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
-        pauses = [chunk.no_sync for chunk in wrapped]
+        pauses = [chunk.no_sync for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
         if forward_only or not pauses:
             yield
         # Megatron leaves no_sync itself before the last micro-batch.
@@ -244,7 +245,7 @@ class MegatronSchedule(Schedule):
                 yield
             finally:
                 self._config.no_sync_func = None
-            begin_reductions(wrapped)
+            self._reductions.begin()
         else:
             # The step is not known to follow: no reduction in this call.
             with contextlib.ExitStack() as stack:

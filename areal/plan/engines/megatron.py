@@ -64,7 +64,7 @@ class PlannedMegatronEngine(PlannedStep, MegatronEngine):
         return self.chunks[0].config.moe_router_topk or 0
 
     def warm_up(self, mbs: MicroBatchList) -> None:
-        """Do nothing: the collectives of the first step are those of the others, but not at the same time in it."""
+        """Do nothing: the first step has the same collectives as later ones, at other times."""
 
     def watch(self, recorder: StepRecorder) -> None:
         recorder.ignore([*self._parameters(), *(buffer.grad_data for buffer in self._buffers())])

@@ -9,10 +9,7 @@ from pathlib import Path
 
 _STATUS, _PEAK, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # numbers of glibc's mallopt()
-
-_HELD = ((_M_TRIM_THRESHOLD, -1), (_M_MMAP_THRESHOLD, 2**30), (_M_ARENA_MAX, 1))
-"""Nothing is returned but blocks of 1 GiB and more. Other threads than the first would get large blocks from the system always."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # numbers of glibc's mallopt()
 
 _LIMITS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory.stat")),
@@ -40,8 +37,11 @@ def hold() -> None:
     """Let the C library's allocator keep freed memory until :func:`trim`; no effect if the library cannot."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in _HELD:
-            mallopt(parameter, value)
+        # Blocks of 1 GiB and more are returned. Versions before 2.35 refuse so large a bound: then no block is.
+        if not mallopt(_M_MMAP_THRESHOLD, 2**30):
+            mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
+        mallopt(_M_ARENA_MAX, 1)  # other threads than the first would get large blocks from the system always
 
 
 def trim() -> None:

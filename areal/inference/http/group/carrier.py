@@ -6,6 +6,7 @@ import base64
 import itertools
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -84,7 +85,7 @@ def in_thread(work: Callable[[], None], name: str) -> Future[None]:
     return future
 
 
-class _StoreCarrier:
+class _StoreCarrier(ABC):
     """A group of ``torch.distributed`` whose members meet at a store of the trainer.
 
     Args:
@@ -116,10 +117,11 @@ class _StoreCarrier:
             raise RuntimeError("the group was aborted while its members joined")
         self._group = group
 
+    @abstractmethod
     def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:
         """Return the group once all members have joined."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self, group: Any) -> None:
         """Leave a group, as far as it does more than to lose its last reference."""
 
@@ -154,6 +156,9 @@ class GlooCarrier(_StoreCarrier):
 
     def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, 0, self._size, timeout)
+
+    def _end(self, group: Any) -> None:
+        """Do nothing: the group ends with its last reference."""
 
 
 _NUMBERS = itertools.count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -283,6 +284,48 @@ def megatron_stages_swapped(right: Function) -> Function:
 def megatron_stages_in_the_default_group(right: Function) -> Function:
     """Interleaved stages communicate over the default process group, which no fault aborts."""
     return P2PCommunicator._communicate
+
+
+# ---- overlapped reductions
+
+ORDER = "dist/megatron/test_reduction_order.py::test_{}"
+
+
+@mutant(
+    "areal.engine.megatron.reductions:Reductions._complete_bucket",
+    ORDER.format("order_does_not_depend_on_what_a_loss*"),
+)
+def megatron_buckets_do_not_wait(right: Function) -> Function:
+    """The reduction of a bucket begins when it is complete, in another order on ranks whose losses reach other parameters."""
+
+    def wrong(self: Any, number: int, force_all_reduce: bool = False) -> None:
+        if number not in self._complete:
+            self._complete.add(number)
+            type(self._groups[number]).start_grad_sync(self._groups[number])
+
+    return wrong
+
+
+@mutant("areal.engine.megatron.reductions:Reductions.__init__", ORDER.format("reductions_begin_before_the_backward*"))
+def megatron_buckets_in_the_order_of_the_forward(right: Function) -> Function:
+    """All buckets wait for the one that the backward completes last."""
+
+    def wrong(self: Any, chunks: Any) -> None:
+        right(self, chunks)
+        self._groups.reverse()
+        for number, group in enumerate(self._groups):
+            group.start_grad_sync = functools.partial(self._complete_bucket, number)
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.megatron.process_groups:ProcessGroups._get_or_create",
+    ORDER.format("no_layer_communicates_in_the_group_of_buckets[megatron:c2-True]"),
+)
+def megatron_buckets_in_the_group_of_a_layer(right: Function) -> Function:
+    """Reductions and context parallelism have one communicator, whose collectives must have one order on all ranks."""
+    return lambda self, ranks, axis_names, *, apart=False: right(self, ranks, axis_names)
 
 
 # ---- checkpoints

@@ -9,10 +9,12 @@ import statistics
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from areal.tests.harness.tiny import family_dir
+from areal.utils.profiling import host_memory
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt()")
 
@@ -43,7 +45,7 @@ platform.keep_freed(torch.device("cpu"))
 found["faults"] = [faults(work) for _ in range(10)]
 found["faults_of_threads"] = [faults(in_thread) for _ in range(10)]
 kept = resident_bytes()
-platform.give_back(torch.device("cpu"))
+platform.free_memory(torch.device("cpu"))
 found["returned"] = kept - resident_bytes()
 print(json.dumps(found))
 """
@@ -76,7 +78,7 @@ def run(*parts: str, **environment: str) -> dict[str, Any]:
     return found
 
 
-def test_freed_blocks_are_kept_until_they_are_given_back() -> None:
+def test_freed_blocks_are_kept_until_a_check_of_memory() -> None:
     found = run(BLOCKS)
     # Until blocks of the right alignment exist, some of them are new.
     assert sum(found["faults"]) < 5 * PAGES
@@ -96,3 +98,16 @@ def test_steps_of_an_engine_find_the_memory_of_earlier_ones(backend: str) -> Non
     print(f"{backend}: page faults of each step {found}")
     pages_of_logits = 1024 * 16384 * 4 // 4096
     assert statistics.median(found[-5:]) < pages_of_logits / 20
+
+
+@pytest.mark.parametrize(("accepts", "expected"), [(1, {-3, -1, -8}), (0, {-3, -4, -1, -8})], ids=["newer", "older"])
+def test_library_without_large_thresholds_maps_no_block(accepts: int, expected: set[int]) -> None:
+    """Before glibc 2.35, a threshold of 1 GiB is refused."""
+    library = mock.Mock()
+    library.mallopt.side_effect = lambda parameter, value: accepts if parameter == -3 else 1
+    with mock.patch.object(host_memory.ctypes, "CDLL", return_value=library):
+        host_memory.hold()
+    settings = dict(call.args for call in library.mallopt.call_args_list)
+    assert settings.keys() == expected
+    assert settings[-1] == -1
+    assert settings.get(-4, 0) == 0
