@@ -10,7 +10,7 @@ import pytest
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from areal.api import Batch, ParallelDims, TokenOutputs, TrainEngine
+from areal.api import Batch, TokenOutputs, TrainEngine
 from areal.tests.dist.faults.twins import DISCARDED, explode, raised
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import Sample, global_batch, loss, started
@@ -27,7 +27,7 @@ def loss_of_values(out: TokenOutputs, batch: Batch) -> Tensor:
 @contextmanager
 def critic(backend: str, **settings: Any) -> Iterator[TrainEngine]:
     """Start an engine whose value head only some losses read."""
-    path = model_dir("qwen3", num_hidden_layers=4)
+    path = model_dir("qwen3", num_hidden_layers=2)
     changes = {"path": path, "value_head": True, "megatron": settings, "mb_spec": {"samples_per_mb": 1}}
     with started(backend, dtype="float32", **changes) as engine:
         yield engine
@@ -59,7 +59,7 @@ def test_order_does_not_depend_on_what_a_loss_reaches() -> None:
             del order[:]
             engine.train_batch(global_batch()[:3], function, outputs=RETURNS, returns=RETURNS)
             orders.append(list(order))
-    assert len(set(orders[0])) == len(orders[0]) > 4
+    assert len(set(orders[0])) == len(orders[0]) > 3
     assert all(order == orders[0] for order in orders)
     assert early == [len(orders[0])] * 5
 
@@ -89,16 +89,16 @@ def train(engine: TrainEngine, functions: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "gather"),
     [
-        pytest.param(backend, marks=pytest.mark.world(ParallelDims.parse(backend).world_size))
-        for backend in ("megatron:d2", "megatron:d2c2", "megatron:d2p2")
+        pytest.param("megatron:d2", False, marks=pytest.mark.world(2)),
+        pytest.param("megatron:d2", True, marks=pytest.mark.world(2)),
+        pytest.param("megatron:d2p2", False, marks=pytest.mark.world(4)),
     ],
 )
-@pytest.mark.parametrize("gather", [False, True], ids=["reduce", "gather"])
 def test_ranks_whose_losses_reach_other_parameters_train_alike(backend: str, gather: bool) -> None:
     """The first rank ends with a micro-batch that only fills up, which reaches the value head, and the other one does not."""
-    functions = [loss, loss, loss_of_values, loss, loss]
+    functions = [loss, loss, loss_of_values, loss]
     with critic(backend, overlap_grad_reduce=False) as engine:
         expected = train(engine, functions)
     with critic(backend, overlap_param_gather=gather, **BUCKETS) as engine:
