@@ -29,7 +29,7 @@ from areal.api.sections.microbatch import MicroBatchSpec
 from areal.api.step_settings import StepSettings
 from areal.engine.batch_rules import BatchRules, check_one_adapter
 from areal.engine.components import CallGradients, EngineComponents, call_gradients
-from areal.engine.faults import Faults, check_loss, refusing_backward, zero_gradient_loss
+from areal.engine.faults import Faults, check_loss, reach_all_heads, refusing_backward, zero_gradient_loss
 from areal.engine.loss_call import LossCall
 from areal.engine.loss_step import LossStep, OutputStep, loss_divisors, step_output
 from areal.engine.memory_limit import Kind
@@ -309,7 +309,7 @@ class BaseTrainEngine(EngineState):
             if not mb.filler and faults.first is None:
                 with faults.deferred(), refusing_backward(tokens):
                     returned, result = process_output(tokens, mb)
-                    loss = None if forward_only else check_loss(returned, mb)
+                    loss = None if forward_only else reach_all_heads(check_loss(returned, mb), tokens)
             if forward_only:
                 return None, result
             return (zero_gradient_loss(tokens) if loss is None else loss * scale), result

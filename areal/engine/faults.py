@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from areal.api.batch import TokenOutputs
@@ -137,16 +138,46 @@ def zero_gradient_loss(outputs: TokenOutputs) -> Tensor:
     return _ZeroGradientLoss.apply(*tensors)
 
 
+def reach_all_heads(loss: Tensor | None, outputs: TokenOutputs) -> Tensor | None:
+    """Return a loss of the same value and gradients, whose backward also reaches a head of which the loss reads no output.
+
+    The ranks reduce gradients in the order in which the backward reaches parameters, also in micro-batches that only fill up, whose loss is
+    :func:`zero_gradient_loss`. So all ranks must reach the same ones, whatever their losses read.
+    """
+    if loss is None:
+        return None
+    heads = [[x for x in _leaves(outputs, names) if x.requires_grad] for names in _HEADS]
+    nodes = [{get_gradient_edge(x).node for x in head} for head in heads]
+    read = _nodes_read(loss, set().union(*nodes))
+    unread = [head[0] for head, its_nodes in zip(heads, nodes, strict=True) if head and not its_nodes & read]
+    return loss + _ZeroGradientLoss.apply(*unread) if unread else loss
+
+
 def map_outputs(fn: Any, outputs: TokenOutputs) -> TokenOutputs:
     """Apply ``fn`` to every tensor of ``outputs``."""
     values = {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)}
     return TokenOutputs(**{k: v if v is None else pytree.tree_map(fn, v) for k, v in values.items()})
 
 
-def _leaves(outputs: TokenOutputs) -> list[Tensor]:
-    return [
-        x for f in dataclasses.fields(outputs) for x in pytree.tree_leaves(getattr(outputs, f.name)) if x is not None
-    ]
+_FIELDS = tuple(field.name for field in dataclasses.fields(TokenOutputs))
+_HEADS = (("logprobs", "entropy", "logits", "topk"), ("values",))
+"""Outputs of the heads, each of which has its own parameters."""
+
+
+def _nodes_read(loss: Tensor, ends: set[Node]) -> set[Node]:
+    """Return those of the nodes ``ends`` that a loss depends on. Does not look behind them."""
+    found: set[Node] = set()
+    waiting = [get_gradient_edge(loss).node]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [] if node in ends else [after for after, _ in node.next_functions if after is not None]
+    return found & ends
+
+
+def _leaves(outputs: TokenOutputs, names: Sequence[str] = _FIELDS) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves([getattr(outputs, name) for name in names]) if x is not None]
 
 
 class _ZeroGradientLoss(torch.autograd.Function):
@@ -158,9 +189,6 @@ class _ZeroGradientLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(TokenOutputs))
 
 
 class ReadOutputs(TokenOutputs):

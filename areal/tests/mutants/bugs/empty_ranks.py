@@ -49,6 +49,14 @@ def filler_has_a_gradient(right: Function) -> Function:
     return wrong
 
 
+@mutant(
+    "areal.engine.faults:reach_all_heads", "dist/faults/test_unread_heads.py::test_gradient_of_an_unread_head_is_zero"
+)
+def head_that_a_loss_does_not_read_is_not_reached(right: Function) -> Function:
+    """The backward of a loss reaches the heads that it reads, and that of a filler all."""
+    return lambda loss, outputs: loss
+
+
 @mutant("areal.engine.step_sync:StepSync.plan", NOTHING)
 def empty_global_batch_runs_fillers(right: Function) -> Function:
     """A global batch without samples runs fillers on all ranks instead of raising."""
