@@ -152,7 +152,7 @@ class BaseTrainEngine(EngineState):
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
         kind = (forward_only, *call.outputs)
-        mbs = self._prepare(batch, call.outputs, call.mb_spec, kind=kind, with_loss=True)
+        mbs = self._prepare(batch, call.outputs, call.mb_spec, kind=kind, returns=call.returns, with_loss=True)
         check_one_adapter(mbs.adapters, 1.0 if forward_only else call.normalization, steps=steps)
 
         # 2. Sum the loss weights over micro-batches and ranks: they are what each term of the loss is divided by.
@@ -210,18 +210,18 @@ class BaseTrainEngine(EngineState):
         mb_spec: MicroBatchSpec | None = None,
         *,
         kind: Kind | None = None,
+        returns: Outputs = (),
         with_loss: bool = False,
     ) -> MicroBatchList:
         components, rules = self._require_components(), self.batch_rules.cutting_by(mb_spec)
-        schedule = components.schedule
         adapters = () if components.adapters is None else components.adapters.names
         plan_here = functools.partial(rules.plan, batch, outputs, adapters=adapters)
         must_differ = with_loss and rules.spec.equal_batches == "error"
         claim_of = None if self._memory_limit is None else functools.partial(self._memory_limit.claim, kind)
-        agreed = self._sync.plan(plan_here, schedule, claim_of, must_differ=must_differ)
+        agreed = self._sync.plan(plan_here, components.schedule, claim_of, (kind, returns), must_differ=must_differ)
         self._context.warn(agreed.longest, components.max_positions, speaks=self.control.rank == 0)
         # A pipeline sends hidden states of one shape.
-        padded_length = agreed.padded_length if schedule.equal_lengths else None
+        padded_length = agreed.padded_length if components.schedule.equal_lengths else None
         # Index tensors that the model needs are copied to the device together with the batch.
         layout = functools.partial(StreamLayout.of, cp=components.context_parallel, rows=components.rows)
         with self._ending_on_error():

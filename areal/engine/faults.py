@@ -160,8 +160,8 @@ def map_outputs(fn: Any, outputs: TokenOutputs) -> TokenOutputs:
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(TokenOutputs))
-_HEADS = (("logprobs", "entropy", "logits", "topk"), ("values",))
-"""Outputs of the heads, each of which has its own parameters."""
+_HEADS = (("logprobs", "entropy", "topk"), ("logits",), ("values",))
+"""Outputs of the heads. Each has its own parameters, or, between ranks with parts of the vocabulary, its own collectives."""
 
 
 def _nodes_read(loss: Tensor, ends: set[Node]) -> set[Node]:

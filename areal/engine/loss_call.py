@@ -176,11 +176,13 @@ class AdditivityProbe:
         """Compare a result with those of the halves of its micro-batch. Returns whether that was possible."""
         # Whatever the user's functions raise on parts of a micro-batch must not end the step.
         try:
-            halves = _halves(outputs, batch)
-            # A loss may divide by its weight: it is never called without one.
-            if not halves or not all(_has_weight(weight_fn(half)) for _, half in halves):
-                return False
-            parts = [_terms(loss_fn(*half)) for half in halves]
+            halves, device = _halves(outputs, batch), batch.cu_seqlens.device
+            # Only one rank probes: its next random numbers must be those of the ranks that compute the same loss.
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                # A loss may divide by its weight: it is never called without one.
+                if not halves or not all(_has_weight(weight_fn(half)) for _, half in halves):
+                    return False
+                parts = [_terms(loss_fn(*half)) for half in halves]
             whole = _terms(result)
             for name, value in whole.items():
                 _compare(loss_fn, name, value, [part[name] for part in parts])

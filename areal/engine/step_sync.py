@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from areal.api.engine import Outputs
 from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
 from areal.engine.batch_rules import empty_batch
 from areal.engine.loss_step import LossResult, LossWeights, StepSums, local_weights, sum_results
-from areal.engine.memory_limit import Claim, check_claims
+from areal.engine.memory_limit import Claim, Kind, check_claims
 from areal.engine.moe.balance_loss import RoutingSums
 from areal.engine.moe.routing import Tally
 from areal.engine.moved_bytes import MovedBytes
@@ -45,8 +46,9 @@ class AgreedPlan(NamedTuple):
 
 
 class _Description(NamedTuple):
-    """What a rank tells the others of its batch. ``digest`` is 0 where no rank compares it."""
+    """What a rank tells the others of its call. ``digest`` is 0 where no rank compares it."""
 
+    asked: tuple[Kind | None, Outputs]
     n_mbs: int
     padded_length: int
     longest: int
@@ -91,6 +93,7 @@ class StepSync:
         plan_here: Callable[[], BatchPlan],
         schedule: Schedule,
         claim_of: Callable[..., Claim | None] | None,
+        asked: tuple[Kind | None, Outputs],
         *,
         must_differ: bool,
     ) -> AgreedPlan:
@@ -100,11 +103,13 @@ class StepSync:
             plan_here: function that checks and packs. Its errors are raised on every rank.
             schedule: decides on the number of micro-batches.
             claim_of: returns this rank's claim on memory for a micro-batch of so many tokens; ``None`` without a limit.
+            asked: kind of the pass and outputs to return, which must be the same on all ranks.
             must_differ: the call has a loss, which would count one batch on all data-parallel ranks several times.
 
         Raises:
-            ValueError: the batch of a rank is wrong, ranks of one data-parallel coordinate have different batches or all coordinates have the
-                same one, the batches of some ranks only name adapters, the global batch is empty, or memory is short on a rank.
+            ValueError: the batch of a rank is wrong, ranks ask for different outputs, ranks of one data-parallel coordinate have different
+                batches or all coordinates have the same one, the batches of some ranks only name adapters, the global batch is empty, or
+                memory is short on a rank.
         """
         compares = must_differ and not self._data_are_divided
 
@@ -114,10 +119,11 @@ class StepSync:
             longest = max((plan.form.seqlens[i] for members in plan.bins for i in members), default=0)
             length = plan.padded_length
             claim = None if claim_of is None else claim_of(length, always=schedule.equal_lengths)
-            return plan, _Description(plan.n_mbs, length, longest, digest, len(plan.dropped), plan.named, claim)
+            return plan, _Description(asked, plan.n_mbs, length, longest, digest, len(plan.dropped), plan.named, claim)
 
         plan, descriptions = self._exchange(plan_and_describe)
-        counts, lengths, longest, digests, dropped, named, claims = zip(*descriptions, strict=True)
+        asked_by_all, counts, lengths, longest, digests, dropped, named, claims = zip(*descriptions, strict=True)
+        _check_asked(asked_by_all)
         self._check_same_batch(digests)
         if not any(counts):
             raise empty_batch(sum(self._once_per_shard(dropped)))
@@ -253,6 +259,22 @@ class StepSync:
 
     def _once_per_shard(self, answers: Sequence[Any]) -> list[Any]:
         return [answer for answer, counts in zip(answers, self._counts_shard, strict=True) if counts]
+
+
+def _check_asked(asked: Sequence[tuple[Kind | None, Outputs]]) -> None:
+    """Raise if ranks ask for different outputs, or only some for a backward: they would not compute and communicate alike."""
+    for rank, other in enumerate(asked):
+        if other != asked[0]:
+            raise ValueError(
+                f"rank 0 asked for {_text(*asked[0])}; rank {rank} asked for {_text(*other)}: call the same verb with the same outputs and "
+                "returns on all ranks"
+            )
+
+
+def _text(kind: Kind | None, returns: Outputs) -> str:
+    if kind is None:
+        return "micro-batches"
+    return f"{'a forward' if kind[0] else 'a forward and backward'} with outputs {kind[1:]} and returns {returns}"
 
 
 def _named_by_any(counts: Sequence[int], named: Sequence[frozenset[int] | None]) -> frozenset[int] | None:

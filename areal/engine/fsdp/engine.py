@@ -120,7 +120,7 @@ class FSDPEngine(BaseTrainEngine):
         memory = ShardedOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
         self._gradients = grad.FSDPGradients(TiedGradients(chunks) if self.dims.pp > 1 else None, memory)
         weights = ShardedWeights(chunks)
-        sync = grad.GradientSync.choose(chunks, config, self._device_memory)
+        sync = grad.GradientSync.choose(chunks, config, self._device_memory, self.control)
         experts = fsdp_expert_info(transformer_layers(chunks.full_model))
         if config.fsdp.activation_offload:
             self._activations = ActivationOffload(self.device, self._moved)

@@ -15,6 +15,7 @@ from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
 from areal.engine.optimizer import GradientState
 from areal.engine.torch.offload import ShardedOffload
+from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import local_part
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.releases import accumulate_gradients, drop_accumulated, fsdp_param_groups
@@ -61,8 +62,8 @@ class GradientSync:
     reason: str
 
     @classmethod
-    def choose(cls, model: nn.Module, config: TrainEngineConfig, memory: int) -> GradientSync:
-        """Return the configured choice; with ``"auto"``, choose by the size of the model.
+    def choose(cls, model: nn.Module, config: TrainEngineConfig, memory: int, control: ControlPlane) -> GradientSync:
+        """Return the configured choice; with ``"auto"``, choose by the size of the model. Collective.
 
         Reducing once per call keeps the gradients of all parameters unsharded between micro-batches. That takes too much memory if they
         need more than a quarter of what the sharded state leaves.
@@ -71,6 +72,7 @@ class GradientSync:
             model: model of this rank, sharded by FSDP.
             config: configuration of the engine.
             memory: bytes of a rank's device, equal on all ranks.
+            control: control plane over all ranks, whose shards may differ in size.
         """
         once, each = "once per call", "on each micro-batch"
         if config.grad_sync != "auto":
@@ -79,7 +81,7 @@ class GradientSync:
         if config.dims.pp > 1 or config.lora is not None or config.optimizer is None:
             return cls(False, once)
         # Shards of parameters, gradients and optimizer state, and the additional bytes of unsharded gradients.
-        sharded, unsharded = _trained_elements(model)
+        sharded, unsharded = map(max, zip(*control.gather(_trained_elements(model)), strict=True))
         master, reduced = torch_dtype(config.master_dtype).itemsize, torch_dtype(config.grad_reduce_dtype).itemsize
         moment = 2 if config.fsdp.optimizer_state_dtype == "bfloat16" else master
         n_moments = 2 if config.optimizer.type == "adamw" else 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -62,6 +62,9 @@ def attach_fsdp_adapters(chunks: ModelChunks, adapters: AdapterSet) -> None:
             # chunk.
             linear.forward = _with_adapter(linear.forward, slots.add(name))
         chunk.register_forward_pre_hook(lambda _chunk, inputs, slots=slots: slots.fill(inputs[0].adapters))
+        embedding = chunk.hf.get_input_embeddings()
+        if embedding is not None:
+            embedding.register_forward_hook(slots.differentiate)
         for layer in transformer_layers(chunk):
             if isinstance(layer.forward, RecomputedForward):
                 layer.forward.remember.append(slots.remember)
@@ -99,6 +102,14 @@ class _ChunkSlots:
         pairs, self._runs = self._adapters.applied(runs), runs
         for name, slot in self._slots.items():
             slot.pair = pairs.get(name)
+
+    def differentiate(self, _: nn.Module, inputs: Any, embedded: Tensor) -> None:
+        """Let the backward of samples that name adapters reach the first layer, in place, whichever layers these adapters have.
+
+        Ranks gather layers and exchange rows in the order of the backward, and each has samples of other adapters.
+        """
+        if self._runs is not None and torch.is_grad_enabled():
+            embedded.requires_grad_()
 
     def remember(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Return a function that fills the slots as now. A pipeline recomputes a layer after the forward of a later micro-batch."""

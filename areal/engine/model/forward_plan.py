@@ -79,6 +79,9 @@ def _check_trainable(config: PretrainedConfig) -> None:
     # Other values than these two, such as 'vision', do not concern text.
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError("use_bidirectional_attention is set: tokens would see the targets they predict; clear it")
+    layerdrop = getattr(config.get_text_config(), "layerdrop", 0.0)
+    if layerdrop:
+        raise ValueError(f"layerdrop = {layerdrop}: every rank would skip other layers; set it to 0.0 in config.json")
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
         raise ValueError(

@@ -57,6 +57,15 @@ def head_that_a_loss_does_not_read_is_not_reached(right: Function) -> Function:
     return lambda loss, outputs: loss
 
 
+@mutant(
+    "areal.engine.step_sync:_check_asked",
+    "dist/faults/test_unequal_ranks.py::test_ranks_that_ask_for_different_outputs_are_told[fsdp:d2]",
+)
+def outputs_of_ranks_are_not_compared(right: Function) -> Function:
+    """Ranks that ask for different outputs run, as far as they come."""
+    return lambda asked: None
+
+
 @mutant("areal.engine.step_sync:StepSync.plan", NOTHING)
 def empty_global_batch_runs_fillers(right: Function) -> Function:
     """A global batch without samples runs fillers on all ranks instead of raising."""

@@ -246,6 +246,8 @@ def test_unsupported_models_raise() -> None:
         inspect_model(small("bart"))
     with pytest.raises(ValueError, match="after a later token changed"):
         inspect_model(small("bert"))
+    with pytest.raises(ValueError, match=r"layerdrop = 0.5: every rank would skip other layers"):
+        inspect_model(small("opt", layerdrop=0.5))
     config = FAMILIES["gemma3_text"]()
     config.use_bidirectional_attention = True
     with pytest.raises(ValueError, match="use_bidirectional_attention"):

@@ -125,3 +125,16 @@ def test_objectives_of_the_library_are_not_called_again() -> None:
     assert watched is loss
     watched(*micro_batch())
     assert len(calls) == 1
+
+
+def test_next_random_numbers_are_those_of_a_rank_that_does_not_probe() -> None:
+    """Tensor-parallel ranks compute the same loss, and one of them probes."""
+
+    def loss(out: TokenOutputs, batch: Batch) -> Tensor:
+        return (out.logprobs * torch.rand(len(out.logprobs))).sum()
+
+    found = []
+    for function in (loss, AdditivityProbe().watching(loss, default_loss_weight)):
+        torch.manual_seed(1)
+        found.append([str(function(*micro_batch())) for _ in range(3)])
+    assert found[0] == found[1]
