@@ -139,6 +139,12 @@ def local_batch(engine: TrainEngine, everything: list[Sample]) -> list[Sample]:
     return everything[engine.dp_rank :: engine.dp_size]
 
 
+def uneven_batch(engine: TrainEngine) -> list[Sample]:
+    """Return one sequence on the first data-parallel rank, which fills up with others if each is a micro-batch, and three on the others."""
+    everything, first = global_batch(), 3 * engine.dp_rank
+    return everything[first : first + 3] if first else everything[:1]
+
+
 def loss(out: TokenOutputs, batch: Batch) -> Tensor:
     """Compute a policy gradient without a ratio."""
     return -(out.logprobs * batch["advantages"] * batch["loss_mask"]).sum()

@@ -12,7 +12,7 @@ from torch import Tensor
 from areal.api import Batch, LoRAConfig, TokenOutputs, TrainEngine
 from areal.engine.fsdp import gradients
 from areal.tests.dist.faults.twins import raised
-from areal.tests.harness.tiny import Sample, family_dir, global_batch, layout, loss, started
+from areal.tests.harness.tiny import Sample, family_dir, global_batch, gradients_of, layout, local_batch, loss, started
 from areal.tests.harness.world import world
 
 LAYERS = {
@@ -32,12 +32,12 @@ def batches_of(engine: TrainEngine) -> tuple[list[Sample], list[Sample]]:
     return ([], second) if engine.dp_rank else (first, [])
 
 
-def gradients_of(engine: TrainEngine) -> dict[str, Tensor]:
+def gradients_of_both(engine: TrainEngine) -> dict[str, Tensor]:
     """Return the gradients of both adapters, and forget them."""
     found = {}
     for name in ("default", "other"):
         engine.adapters.select(name)
-        found |= {f"{name} {key}": value.clone() for key, value in engine.named_gradients()}
+        found |= {f"{name} {key}": value for key, value in gradients_of(engine).items()}
         engine.zero_grad()
     return found
 
@@ -61,9 +61,9 @@ def test_adapters_of_other_layers_train_in_one_call(backend: str, first: str, se
         ones, others = batches_of(engine)
         for batch in (ones, others):
             engine.forward_backward(batch, loss, normalization="sum")
-        expected = gradients_of(engine)
+        expected = gradients_of_both(engine)
         engine.forward_backward([*ones, *others], loss, normalization="sum")
-        found = gradients_of(engine)
+        found = gradients_of_both(engine)
     assert found.keys() == expected.keys()
     assert all(value.any() for key, value in expected.items() if ".lora_B." in key)
     for key, value in expected.items():
@@ -74,7 +74,7 @@ def test_adapters_of_other_layers_train_in_one_call(backend: str, first: str, se
 def test_ranks_that_ask_for_different_outputs_are_told(backend: str) -> None:
     last = world().rank == world().size - 1
     with started(backend) as engine:
-        batch = global_batch()[engine.dp_rank :: engine.dp_size]
+        batch = local_batch(engine, global_batch())
         words = ("rank 0 asked for", "call the same verb with the same outputs and returns on all ranks")
         for options in ({"outputs": ("logprobs", "entropy")}, {"returns": ("logprobs",)}):
             with raised(ValueError, *words):
@@ -90,10 +90,7 @@ def test_ranks_that_ask_for_different_outputs_are_told(backend: str) -> None:
 def test_reductions_are_chosen_alike_on_ranks_with_other_shards() -> None:
     sizes = (10, 10**6) if world().rank else (10, 20)
     with mock.patch.object(gradients, "_trained_elements", return_value=sizes), started("fsdp:d2") as engine:
-        with mock.patch.object(engine, "_device_memory", 10**6):
-            sync = gradients.GradientSync.choose(
-                engine._components.model, engine.config, engine._device_memory, engine.control
-            )
+        sync = gradients.GradientSync.choose(engine._components.model, engine.config, 10**6, engine.control)
         assert engine.control.gather(sync.every) == [True, True]
 
 

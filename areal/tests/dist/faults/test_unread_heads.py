@@ -9,7 +9,7 @@ from torch import Tensor
 from areal.api import Batch, TokenOutputs
 from areal.engine.faults import reach_all_heads
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import global_batch, layout, loss, started
+from areal.tests.harness.tiny import layout, loss, started, uneven_batch
 
 BOTH = ("logprobs", "values")
 
@@ -44,8 +44,7 @@ def test_losses_that_read_one_head_train_on_ranks_that_fill_up(backend: str, gra
     found = []
     for functions in ((of_both, of_logprobs_and_values), (of_values, loss)):
         with started(backend, path=model_dir("qwen3"), **changes) as engine:
-            everything, first = global_batch(), 3 * engine.dp_rank
-            batch = everything[first : first + 3] if first else everything[:1]
+            batch = uneven_batch(engine)
             steps = [engine.train_batch(batch, function, outputs=BOTH, returns=BOTH) for function in functions]
             found.append([(step.loss, step.grad_norm) for step in steps])
     assert found[0] == found[1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from areal.api import FinetuneSpec
 from areal.api.sections.megatron import MegatronConfig
 from areal.engine.registry import create_engine
+from areal.tests.dist.megatron.begun import begun_reductions
 from areal.tests.grid.cell_engine import ZERO_LR, start_cell
 from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout, all_layouts
@@ -32,30 +31,11 @@ def cell(backend: str, *, family: str = "qwen3", dtype: str = "float32", changes
     return Cell(layout, family, cut="tokens24", dtype=dtype)
 
 
-@contextmanager
-def counted_reductions() -> Iterator[list[int]]:
-    """Count the reductions of gradient buckets that this rank starts."""
-    from megatron.core.distributed import param_and_grad_buffer
-
-    kind, count = param_and_grad_buffer._ParamAndGradBucketGroup, [0]
-    original = kind.start_grad_sync
-
-    def counting(self: Any, *args: Any, **options: Any) -> None:
-        count[0] += self.grad_reduce_handle is None
-        original(self, *args, **options)
-
-    kind.start_grad_sync = counting
-    try:
-        yield count
-    finally:
-        kind.start_grad_sync = original
-
-
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("overlap", [PLAIN, OVERLAP], ids=["plain", "overlap"])
 def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world_size: int) -> None:
     backend = {2: "megatron:d2", 4: "megatron:d2p2"}[world_size]
-    with start_cell(cell(backend, **overlap)) as run, counted_reductions() as count:
+    with start_cell(cell(backend, **overlap)) as run, begun_reductions() as begun:
         engine, batch = run.engine, run.batch()
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         expected, _ = run.expected()
@@ -66,13 +46,13 @@ def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world
         for _ in range(3):  # from the second round the parameters to wait for are known
             for _ in range(3):
                 engine.forward_backward(batch, *call, loss_weight=1 / 3)
-            assert count[0] == 0, "a call reduced, although more could follow"
+            assert len(begun) == 0, "a call reduced, although more could follow"
             assert_number(engine.optimizer_step().grad_norm, expected.grad_norm, run.cell.tolerance)
-            assert count[0] == buckets
-            count[0] = 0
+            assert len(begun) == buckets
+            del begun[:]
             assert_number(engine.train_batch(batch, *call).grad_norm, expected.grad_norm, run.cell.tolerance)
-            assert count[0] == buckets
-            count[0] = 0
+            assert len(begun) == buckets
+            del begun[:]
 
 
 @pytest.mark.world(2)
@@ -88,16 +68,16 @@ def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world
 def test_reduction_starts_in_the_backward_unless_it_is_off(
     backend: str, options: dict[str, Any], starts: bool, world_size: int
 ) -> None:
-    with start_cell(cell(backend, **options)) as run, counted_reductions() as count:
+    with start_cell(cell(backend, **options)) as run, begun_reductions() as begun:
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         run.engine.train_batch(run.batch(), *call)
         seen = []
         finalize = run.engine._gradients.finalize
-        run.engine._gradients.finalize = lambda: (seen.append(count[0]), finalize())
-        count[0] = 0
+        run.engine._gradients.finalize = lambda: (seen.append(len(begun)), finalize())
+        del begun[:]
         run.engine.train_batch(run.batch(), *call)
         assert (seen[0] > 0) == starts, "reduced before the step"
-        assert count[0] == seen[0] or not starts, "the rest was reduced at the step"
+        assert len(begun) == seen[0] or not starts, "the rest was reduced at the step"
 
 
 @pytest.mark.world(2)

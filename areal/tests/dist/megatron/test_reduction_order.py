@@ -8,14 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
 from areal.api import Batch, TokenOutputs, TrainEngine
 from areal.engine import base
 from areal.tests.dist.faults.twins import DISCARDED, explode, raised
+from areal.tests.dist.megatron.begun import begun_reductions
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import Sample, global_batch, loss, started
+from areal.tests.harness.tiny import global_batch, layout, loss, started, uneven_batch
 
 BUCKETS = {"bucket_size": 3000}
 RETURNS = ("logprobs", "values")
@@ -31,7 +31,7 @@ def critic(backend: str, **settings: Any) -> Iterator[TrainEngine]:
     """Start an engine whose value head only some losses reach, which an engine otherwise prevents."""
     path = model_dir("qwen3", num_hidden_layers=2)
     changes = {"path": path, "value_head": True, "megatron": settings, "mb_spec": {"samples_per_mb": 1}}
-    reached_by_some = mock.patch.object(base, "reach_all_heads", wraps=keep)
+    reached_by_some = mock.patch.object(base, "reach_all_heads", keep)
     with reached_by_some, started(backend, dtype="float32", **changes) as engine:
         yield engine
 
@@ -40,25 +40,8 @@ def keep(loss: Tensor | None, outputs: TokenOutputs) -> Tensor | None:
     return loss
 
 
-@contextmanager
-def begun() -> Iterator[list[Any]]:
-    """Record the buckets whose reductions begin, in order."""
-    kind, order = _ParamAndGradBucketGroup, []
-    original = kind.start_grad_sync
-
-    def recording(self: Any, *args: Any, **options: Any) -> None:
-        order.append(self)
-        original(self, *args, **options)
-
-    kind.start_grad_sync = recording
-    try:
-        yield order
-    finally:
-        kind.start_grad_sync = original
-
-
 def test_order_does_not_depend_on_what_a_loss_reaches() -> None:
-    with critic("megatron:d1", **BUCKETS) as engine, begun() as order:
+    with critic("megatron:d1", **BUCKETS) as engine, begun_reductions() as order:
         orders, early = [], []
         finalize = engine._gradients.finalize
         engine._gradients.finalize = lambda: (early.append(len(order)), finalize())
@@ -73,7 +56,7 @@ def test_order_does_not_depend_on_what_a_loss_reaches() -> None:
 
 def test_reductions_begin_before_the_backward_has_ended() -> None:
     """A bucket waits for those before it, and not for the rest of the backward."""
-    with critic("megatron:d1", **BUCKETS) as engine, begun() as order:
+    with critic("megatron:d1", **BUCKETS) as engine, begun_reductions() as order:
         for _ in range(2):
             del order[:]
             seen: list[int] = []
@@ -86,21 +69,18 @@ def test_reductions_begin_before_the_backward_has_ended() -> None:
 
 
 def train(engine: TrainEngine, functions: list[Any]) -> list[float]:
-    """Train with one sequence on the first rank, which fills up with others, and three on the others."""
-    everything = global_batch()
-    mine: list[Sample] = (
-        everything[:1] if engine.dp_rank == 0 else everything[3 * engine.dp_rank : 3 * engine.dp_rank + 3]
-    )
-    steps = [engine.train_batch(mine, function, outputs=RETURNS, returns=RETURNS) for function in functions]
+    steps = [
+        engine.train_batch(uneven_batch(engine), function, outputs=RETURNS, returns=RETURNS) for function in functions
+    ]
     return [number for step in steps for number in (step.loss, step.grad_norm)]
 
 
 @pytest.mark.parametrize(
     ("backend", "gather"),
     [
-        pytest.param("megatron:d2", False, marks=pytest.mark.world(2)),
-        pytest.param("megatron:d2", True, marks=pytest.mark.world(2)),
-        pytest.param("megatron:d2p2", False, marks=pytest.mark.world(4)),
+        layout("megatron:d2", False),
+        layout("megatron:d2", True),
+        layout("megatron:d2p2", False),
     ],
 )
 def test_ranks_whose_losses_reach_other_parameters_train_alike(backend: str, gather: bool) -> None:
@@ -118,10 +98,10 @@ def test_ranks_whose_losses_reach_other_parameters_train_alike(backend: str, gat
 @pytest.mark.parametrize(
     ("backend", "apart"),
     [
-        pytest.param("megatron:d2", False, marks=pytest.mark.world(2)),
-        pytest.param("megatron:c2", True, marks=pytest.mark.world(2)),
-        pytest.param("megatron:e2", True, marks=pytest.mark.world(2)),
-        pytest.param("megatron:d2t2", False, marks=pytest.mark.world(4)),
+        layout("megatron:d2", False),
+        layout("megatron:c2", True),
+        layout("megatron:e2", True),
+        layout("megatron:d2t2", False),
     ],
 )
 def test_no_layer_communicates_in_the_group_of_buckets(backend: str, apart: bool) -> None:
