@@ -16,7 +16,7 @@ from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.faults import ReadOutputs, naming_missing_outputs
 from areal.engine.moe.balance_loss import RoutingSums
-from areal.engine.moved_bytes import MovedBytes
+from areal.utils.profiling.moved_bytes import MovedBytes
 
 LOSS = "loss"
 """Name of the term of a loss with one term."""

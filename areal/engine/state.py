@@ -22,12 +22,12 @@ from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
 from areal.api.sections.backend import BackendConfig
 from areal.api.weights import LocalTensor, NamedTensor, SelectName, stream_of
+from areal.engine.agreement import check_ranks
 from areal.engine.batch_rules import ContextWarning
 from areal.engine.checkpoint.checkpointer import FolderWeights
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
 from areal.engine.memory_limit import MemoryLimit
-from areal.engine.moved_bytes import MovedBytes
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config, process_dims
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
@@ -35,9 +35,9 @@ from areal.utils import platform
 from areal.utils.distributed import ControlPlane, EngineLostError, init_default_group, rank_in_world
 from areal.utils.group_set import GroupSet
 from areal.utils.mesh import build_batch_mesh, describe_mesh, release_groups
+from areal.utils.profiling.moved_bytes import MovedBytes
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
-from areal.utils.rank_gpus import check_separate
 from areal.utils.seeding import seed_everything
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,18 @@ class EngineState(TrainEngine):
             groups=self._groups, timeout=self.config.control_timeout, silence=self.config.heartbeat_timeout
         )
         self._started = True
-        check_separate(self.control.gather(platform.gpu_uuid(self.device)), platform.collective_backend())
+        try:
+            applied = self._build_together(spec)
+        except Exception:
+            self._teardown("it was not built: make another")
+            self.control.close()
+            raise
+        if applied:
+            logger.info("%s", applied)
+
+    def _build_together(self, spec: FinetuneSpec) -> str:
+        """Build the components, and what they need. An error on one rank is raised on all. Returns text for the log."""
+        check_ranks(self.control, self.config, spec, self.device)
         self.mesh = build_batch_mesh(self._processes, self.device.type, self._groups)
         self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
@@ -123,24 +134,15 @@ class EngineState(TrainEngine):
         limit = None if platform.is_planned() else self.config.memory_limit_mb
         self._memory_limit = None if limit is None else MemoryLimit(self.device, limit)
         seed_everything(self.config.seed + self.dp_rank)
-        # Choices that depend on memory must be equal on all ranks.
-        self._device_memory = min(self.control.gather(platform.total_memory(self.device)))
+        self._device_memory = min(self.control.gather(platform.total_memory(self.device)))  # equal on all ranks
 
-        # The model, the optimizer and the other components. A failure on one rank raises on all.
+        # The model, the optimizer and the other components.
         def build() -> str:
             with self._ending_on_error("the engine was not built"):
                 self._components = self._build(spec)
-            logs = self.control.rank == 0 and logger.isEnabledFor(logging.INFO)
-            return self._applied() if logs else ""
+            return self._applied() if self.control.rank == 0 and logger.isEnabledFor(logging.INFO) else ""
 
-        try:
-            applied = self.control.attempt(build, "the engine was not built")
-        except Exception:
-            self._teardown("it was not built: make another")
-            self.control.close()
-            raise
-        if applied:
-            logger.info("%s", applied)
+        return self.control.attempt(build, "the engine was not built")
 
     def destroy(self) -> None:
         try:

@@ -19,10 +19,10 @@ from areal.engine.loss_step import LossResult, LossWeights, StepSums, local_weig
 from areal.engine.memory_limit import Claim, Kind, check_claims
 from areal.engine.moe.balance_loss import RoutingSums
 from areal.engine.moe.routing import Tally
-from areal.engine.moved_bytes import MovedBytes
 from areal.engine.schedule import Schedule
 from areal.utils.data import ADAPTER, BatchPlan
 from areal.utils.distributed import ControlPlane
+from areal.utils.profiling.moved_bytes import MovedBytes
 from areal.utils.profiling.phase_timer import TimedCall
 
 _T = TypeVar("_T")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from areal.api.checkpoint import SaveLoadMeta, Stateful
 from areal.api.parallel import ParallelDims
+from areal.engine.agreement import check_equal
 from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
-from areal.engine.checkpoint.atomic_dir import Manifest, is_complete, verify
+from areal.engine.checkpoint.atomic_dir import MANIFEST, Manifest, is_complete, verify
 from areal.engine.checkpoint.huggingface import MAX_FILE_BYTES, Export, prepare_hf
 from areal.engine.checkpoint.run_state import STATE_FILE, read_state, rng_file, state_of, to_bytes
 from areal.engine.model.hub import model_folder
@@ -114,7 +116,13 @@ class EngineCheckpointer(ABC):
     # ---- the interface
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write a checkpoint. See :class:`~areal.api.checkpoint.SaveLoadMeta`."""
+        """Write a checkpoint. See :class:`~areal.api.checkpoint.SaveLoadMeta`.
+
+        Raises:
+            ValueError: an argument differs between ranks.
+        """
+        described = {**_described(meta), "name of SaveLoadMeta.path": Path(meta.path).name}
+        check_equal(self._control.gather(described), "save the same checkpoint on all ranks")
         prepare = {"hf": self._prepare_hf, "dcp": self._prepare_run}[meta.weight_format]
         self._saver.save(
             Path(meta.path),
@@ -128,9 +136,14 @@ class EngineCheckpointer(ABC):
         """Load a checkpoint written in any layout, or with ``"hf"`` any model directory of the same architecture.
 
         Raises:
-            ValueError: the checkpoint is missing, damaged or of another model. Nothing was changed. The error names file and key.
+            ValueError: the checkpoint is missing, damaged, of another model, or not the one that another rank loads. Nothing was changed.
+                The error names file and key.
         """
         self.wait()
+        check_equal(
+            self._control.attempt_and_gather(lambda: {**_described(meta), **_published(meta)}),
+            "load the same checkpoint on all ranks; hosts may see a shared directory at different times",
+        )
         # Every rank checks everything before any rank changes anything.
         check = self._check_run if meta.weight_format == "dcp" else self._check_folder
         apply = self._control.attempt(lambda: check(meta), "nothing was loaded")
@@ -231,3 +244,20 @@ class EngineCheckpointer(ABC):
         if manifest.kind != kind:
             raise ValueError(f"{path} was saved with weight_format={manifest.kind!r}: load it with that")
         return manifest
+
+
+def _described(meta: SaveLoadMeta) -> dict[str, Any]:
+    """Return what all ranks must say of one checkpoint. They may have its directory at different places."""
+    names = ("weight_format", "with_optim", "asynchronous", "keep_last")
+    return {
+        **{f"SaveLoadMeta.{name}": getattr(meta, name) for name in names},
+        "names in SaveLoadMeta.stateful": sorted(meta.stateful),
+    }
+
+
+def _published(meta: SaveLoadMeta) -> dict[str, Any]:
+    """Return what tells a checkpoint from others. A model directory of another program has no manifest."""
+    path = Path(meta.path).resolve()
+    if not is_complete(path):
+        return {}
+    return {"name of SaveLoadMeta.path": path.name, f"CRC-32 of {MANIFEST}": zlib.crc32((path / MANIFEST).read_bytes())}

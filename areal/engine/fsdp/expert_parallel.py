@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
 from areal.engine.fsdp.activation_checkpointing import Remember
-from areal.engine.model.stacked_experts import WEIGHTS, replaced_weights, stacked_experts
+from areal.engine.model.stacked_experts import WEIGHTS, count_weightless, replaced_weights, stacked_experts
 from areal.utils.collectives import ExchangeRows, exchange_counts
 from areal.utils.dtensor import local_part
 from areal.utils.platform import is_planned
@@ -31,8 +31,8 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
     """Check that the experts of a model can be divided over the ranks of a layout.
 
     Raises:
-        ValueError: the model does not have stacked experts, a rank would not have any, a number is not divisible, or
-            the layout also has ``t``.
+        ValueError: the model does not have stacked experts, or has some without weights; a rank would not have any, a number is not
+            divisible, or the layout also has ``t``.
     """
     if dims.ep == 1:
         return
@@ -40,6 +40,11 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
     if not experts:
         raise ValueError(
             f"backend = '{dims}': model type {config.model_type!r} has no stacked experts to spread over ranks; leave e out"
+        )
+    if weightless := count_weightless(experts[0]):
+        raise ValueError(
+            f"backend = '{dims}': {weightless} experts of model type {config.model_type!r} have no weights, and tokens are sent to ranks by "
+            "the weights of their experts; leave e out"
         )
     if dims.tp > 1 or dims.expert_tp > 1:
         raise ValueError(

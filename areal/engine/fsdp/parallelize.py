@@ -19,7 +19,7 @@ from areal.engine.fsdp.gathered_tokens import keep_gathered
 from areal.engine.fsdp.tensor_plans import split_tensors
 from areal.engine.model.heads import decoder_layers
 from areal.engine.model.packed_lm import PackedCausalLM
-from areal.engine.model.stacked_experts import stacked_experts
+from areal.engine.model.stacked_experts import reach_experts, stacked_experts
 from areal.engine.model.vision import vision_layers
 from areal.engine.recurrence.functions import keep_running
 from areal.utils.functional.batch_invariant import batch_invariant
@@ -37,6 +37,8 @@ def parallelize(
         expert_mesh: mesh from :func:`areal.utils.mesh.build_expert_mesh`; ``None`` does not spread experts over ranks.
     """
     layers = [*transformer_layers(model), *vision_layers(model.hf)]
+    # As the innermost hook of the experts: FSDP's own may release their weights.
+    reach_experts(model)
     # Tensor and expert parallelism come first: FSDP shards the slices that they leave on a rank.
     tp = submesh(mesh, "tp")
     if tp.size() > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the stacked weights of experts in transformers: ``[E, 2 I, H]`` and ``[E, H, I]``."""
@@ -30,6 +30,29 @@ def has_stacked_experts(module: nn.Module) -> bool:
 def stacked_experts(module: nn.Module) -> list[Any]:
     """Return the modules inside of a module that have stacked experts."""
     return [x for x in module.modules() if has_stacked_experts(x)]
+
+
+def count_weightless(experts: nn.Module) -> int:
+    """Return the number of experts that return their input, which have the ids after those of the others (LongCat-Flash)."""
+    return getattr(experts, "zero_expert_num", 0)
+
+
+def reach_experts(model: nn.Module) -> None:
+    """Let a backward reach the weights of experts also where all tokens take experts without weights, in place.
+
+    A rank without a gradient of some weights would reduce fewer numbers than the others.
+    """
+    for experts in stacked_experts(model):
+        if count_weightless(experts):
+            experts.register_forward_hook(_reach_weights)
+
+
+def _reach_weights(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor:
+    """Return the output, which depends on the weights of the experts. ``inputs[1]`` are the ids of experts."""
+    if (inputs[1] < len(experts.down_proj)).any():
+        return output
+    # A sum over nothing is 0, and has a gradient of 0.
+    return output + sum(getattr(experts, name)[:0].sum() for name in WEIGHTS)
 
 
 @contextmanager

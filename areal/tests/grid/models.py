@@ -129,6 +129,12 @@ _INKLING2 = {
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
 }
+_LONGCAT = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "num_layers": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 24, "kv_lora_rank": 24},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 12},
+    **{"n_routed_experts": 4, "zero_expert_num": 4, "moe_topk": 2, "initializer_range": 0.2},
+}
 _OLMO_HYBRID = {
     **{key: value for key, value in _DENSE.items() if key != "head_dim"},
     "layer_types": ["linear_attention", "full_attention"],
@@ -141,6 +147,7 @@ _OLMO_HYBRID = {
 OUTSIDE_THE_GRID: dict[str, Callable[..., PreTrainedConfig]] = {
     "hrm_text": lambda **changes: CONFIG_MAPPING["hrm_text"](**{**_HRM, **changes}),
     "inkling2_text": lambda **changes: CONFIG_MAPPING["inkling2_text"](**{**_INKLING2, **changes}),
+    "longcat_flash": lambda **changes: CONFIG_MAPPING["longcat_flash"](**{**_LONGCAT, **changes}),
     "mistral": lambda **changes: MistralConfig(**{**_DENSE, "sliding_window": 5, **changes}),
     "olmo_hybrid": lambda **changes: CONFIG_MAPPING["olmo_hybrid"](**{**_OLMO_HYBRID, **changes}),
 }

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from areal.engine.moved_bytes import MovedBytes
 from areal.engine.torch.activations.host_pool import HostPool
 from areal.engine.torch.activations.layer_activations import KnownStorages, LayerActivations, OffloadTools
 from areal.engine.torch.activations.saved_storage import ActivationBytes
 from areal.utils import platform
+from areal.utils.profiling.moved_bytes import MovedBytes
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Functions that pack a saved tensor, and unpack it."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.engine.moved_bytes import MovedBytes
 from areal.utils.platform import SideCopies
+from areal.utils.profiling.moved_bytes import MovedBytes
 
 
 class ActivationBytes:

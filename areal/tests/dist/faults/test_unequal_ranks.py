@@ -1,4 +1,4 @@
-"""Ranks that ask for different outputs, whose samples name adapters of other layers, or whose shards have other sizes."""
+"""Ranks whose outputs, adapters, experts or shards differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from torch import Tensor
 from areal.api import Batch, LoRAConfig, TokenOutputs, TrainEngine
 from areal.engine.fsdp import gradients
 from areal.tests.dist.faults.twins import raised
-from areal.tests.harness.tiny import Sample, family_dir, global_batch, gradients_of, layout, local_batch, loss, started
+from areal.tests.harness.tiny import (
+    Sample,
+    family_dir,
+    global_batch,
+    gradients_of,
+    layout,
+    local_batch,
+    loss,
+    started,
+)
 from areal.tests.harness.world import world
 
 LAYERS = {
@@ -106,3 +115,29 @@ def test_loss_that_fails_on_one_part_of_the_vocabulary(backend: str) -> None:
         with raised(RuntimeError, "no such column"):
             engine.train_batch(batch, reading, outputs=outputs)
         assert engine.train_batch(batch, loss, outputs=outputs).update_successful
+
+
+@pytest.mark.world(2)
+def test_rank_whose_tokens_take_no_expert_with_weights() -> None:
+    with started("fsdp:d2", path=family_dir("longcat_flash")) as engine:
+        if world().rank:
+            # The ids of experts without weights follow those of the others.
+            routers = [x for x in engine._components.model.modules() if hasattr(x, "e_score_correction_bias")]
+            for router in routers:
+                router.e_score_correction_bias[4:] = 100
+        batch, found = local_batch(engine, global_batch()), []
+        for own in ([] if world().rank else batch, batch):
+            engine.forward_backward(own, loss, normalization="sum")
+            found.append({name: x for name, x in gradients_of(engine).items() if ".experts." in name})
+            engine.zero_grad()
+    alone, together = found
+    assert any(x.any() for x in alone.values())
+    for name, x in alone.items():
+        assert torch.allclose(together[name], x, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.world(2)
+def test_experts_without_weights_are_not_spread() -> None:
+    words = ("4 experts of model type 'longcat_flash' have no weights", "leave e out")
+    with raised(ValueError, *words), started("fsdp:e2", path=family_dir("longcat_flash")):
+        pass

@@ -41,6 +41,8 @@ SAME_ON_ANY_ENGINE = {
     "positions_run_on": "its families have rotary positions alone, which are relative",
     "dropout_in_evaluation": "its families have no dropout",
     "outputs_of_ranks_are_not_compared": "ranks agree before the model runs, on any engine",
+    "settings_of_ranks_are_not_compared": "the template compares them, for any engine",
+    "checkpoints_of_ranks_are_not_compared": "the template compares them, for any engine",
     "empty_list_refused_by_its_rank": "an engine has no part in reading a batch",
     "minibatch_skipped_by_one_rank": "trainers are the same on any engine",
     "empty_rank_counts_in_statistics": "trainers are the same on any engine",

@@ -7,6 +7,7 @@ from typing import Any
 from areal.tests.mutants.planting import Function, mutant
 
 TESTS = "dist/faults/test_silent_mistakes.py::"
+SETTINGS = "dist/faults/test_unequal_settings.py::"
 IMAGES = TESTS + "test_model_that_takes_images_"
 
 
@@ -105,3 +106,18 @@ def order_of_groups_not_compared(right: Function) -> Function:
 def rollout_weights_not_compared(right: Function) -> Function:
     """A run goes on whose rollout keeps its first weights under each new version."""
     return lambda self, scalars: None
+
+
+@mutant("areal.engine.agreement:check_equal", SETTINGS + "test_ranks_with_other_settings_are_told[fsdp:d2]")
+def settings_of_ranks_are_not_compared(right: Function) -> Function:
+    """Ranks with other learning rates train together."""
+    return lambda of_all, way_out: None
+
+
+@mutant(
+    "areal.engine.checkpoint.checkpointer:_published",
+    SETTINGS + "test_ranks_that_mean_other_checkpoints_are_told[fsdp:d2]",
+)
+def checkpoints_of_ranks_are_not_compared(right: Function) -> Function:
+    """Each rank loads the checkpoint that its host sees."""
+    return lambda meta: {}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from areal.engine.moved_bytes import MovedBytes
 from areal.engine.torch.activations import host_pool
 from areal.engine.torch.activations.host_pool import HostPool
 from areal.engine.torch.activations.offload import ActivationOffload
 from areal.tests.unit.gpu.lazy_copies import lazily
 from areal.utils import platform
+from areal.utils.profiling.moved_bytes import MovedBytes
 
 CPU = torch.device("cpu")
 
