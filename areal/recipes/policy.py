@@ -284,7 +284,9 @@ class PolicyRun(Run[C], Generic[C]):
 
         def shape(rewards: Tensor, samples: list[Sample]) -> Tensor:
             if config.overlong_tokens is not None:
-                lengths = torch.stack([sample["loss_mask"].count_nonzero() for sample in samples])
+                # Tokens that are too old to train on are part of an answer.
+                trained = [sample["loss_mask"].count_nonzero() for sample in samples]
+                lengths = torch.stack([x.get("sampled_tokens", n) for x, n in zip(samples, trained, strict=True)])
                 rewards = rewards + overlong_penalty(
                     lengths, max_length=config.max_new_tokens, cache_length=config.overlong_tokens
                 )

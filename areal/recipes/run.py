@@ -10,7 +10,6 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-import torch
 from tqdm import tqdm
 
 from areal.api import SaveLoadMeta, TrainEngine
@@ -25,6 +24,7 @@ from areal.recipes.record.trackers import make_trackers
 from areal.recipes.setup import checkpoints_of, tokenizer_of
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.ppo import PPOTrainer
+from areal.trainer.rollout.exchange import gather
 from areal.trainer.supervised import SupervisedTrainer
 from areal.trainer.trackers import Tracker, Trackers
 from areal.utils.data.sequences import Segment
@@ -173,7 +173,10 @@ class Run(ABC, Generic[C]):
         """Train; after the loss of an actor, go on from the newest checkpoint."""
         for losses in itertools.count(1):
             try:
-                return self.trainer.train(self.steps, after_step=self._after_step)
+                # A checkpoint is saved before its step is evaluated: the loss may have come in between.
+                if self._evaluates_after(self.trainer.step):
+                    self._add_evaluation()
+                return None if self._gave_up() else self.trainer.train(self.steps, after_step=self._after_step)
             except WorkerLostError as error:
                 if losses > self.config.max_losses:
                     raise
@@ -183,8 +186,8 @@ class Run(ABC, Generic[C]):
 
     def _after_step(self, _: Any) -> bool:
         """Do what is due after a step. Returns whether to go on; equal on all ranks."""
-        noted = torch.tensor(float(self._interrupt.noted))
-        self._interrupted = bool(self.engine.global_sum(noted))
+        # Also ranks that share a batch may learn of it at different times.
+        self._interrupted = any(gather(self._interrupt.noted))
         if self._interrupted:
             return False
         if self._evaluates_after(self.trainer.step):

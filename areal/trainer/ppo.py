@@ -186,7 +186,7 @@ class PPOTrainer:
         # A copy of the rollout's log-probs says nothing about the trainer.
         if self.updates.recompute_logprobs:
             scalars |= mismatch(self.engine, samples, unreplayed=self.updates.unreplayed)
-            self._check_rollout_weights(scalars)
+            self._check_rollout_weights(scalars, lambda: any(self._exchange.gather(self._check_sampling.excluded)))
         if self._inspect is not None:
             self._inspect(self.step + 1, samples)
         timer.lap("score")

@@ -80,7 +80,7 @@ class WeightUpdates:
 
     def sync(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights, or its selected adapter if the dialect has one."""
-        self.check()
+        self._control.attempt(self.check)  # one rank knows the servers
         if self._dialect.adapter is None:
             self._send(engine, version)
             self._load_written(version)
@@ -109,7 +109,7 @@ class WeightUpdates:
 
     def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
         """Send a stream of full tensors. It can be read once, so that a server that dies in it ends it."""
-        self.check()
+        self._control.attempt(self.check)  # one rank knows the servers
         if self._dialect.adapter is not None:
             raise ValueError(
                 f"adapter = {self._dialect.adapter!r}: a stream of tensors lacks the adapter's configuration: call sync()"
@@ -123,7 +123,7 @@ class WeightUpdates:
         self._control.attempt(lambda: self._load(path, version))
 
     def check(self) -> None:
-        """Raise unless the servers answer with what an update replaces.
+        """Raise unless the servers of this rank answer with what an update replaces.
 
         Raises:
             ValueError: an adapter answers, and the model would be sent.

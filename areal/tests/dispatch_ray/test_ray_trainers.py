@@ -239,7 +239,10 @@ ON_RAY: dict[str, Any] = {"workers": "ray", "ray": {"environment": {"OMP_NUM_THR
 
 
 def test_recipe_goes_on_after_the_loss_of_an_actor(cluster: Any, tmp_path: Path) -> None:
-    """An actor is killed after the second step, before its checkpoint: the step is taken again, with the same answers."""
+    """An actor is killed after the second step, before its checkpoint: the step is taken again, with the same answers.
+
+    The checkpoint of the first step was saved before its evaluation, which is made again.
+    """
     killed: list[int] = []
 
     class Killer(JSONLTracker):
@@ -249,16 +252,19 @@ def test_recipe_goes_on_after_the_loss_of_an_actor(cluster: Any, tmp_path: Path)
                 killed.append(run.engine.run(lambda engine, _: os.getpid())[1])
                 os.kill(killed[0], signal.SIGKILL)
 
-    settings = {**ON_RAY, "checkpoint_every": 1, "max_losses": 1, "kl_coef": 0.01}
+    settings = {**ON_RAY, "checkpoint_every": 1, "max_losses": 1, "kl_coef": 0.01, "eval_every": 1}
     run: Any = GRPORun(
         GRPOConfig(model=recipe_model(), backend="fsdp:d2", output=tmp_path, **SMALL, **settings),
         rows(24),
         reward,
+        evaluation=rows(2, 1),
         tracker=Killer(tmp_path / "metrics.jsonl"),
     )
     run.train()
     assert killed
+    assert sorted(run.results.by_step) == [0, 1, 2, 3]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "actor/grad_norm" in line]
     assert [line["step"] for line in lines] == [1, 2, 2, 3]
     for name in ("rollout/reward", "actor/grad_norm", "actor/kl_ref/k3"):
         assert lines[1][name] == lines[2][name]

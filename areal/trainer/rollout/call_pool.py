@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import multiprocessing
 import pickle
@@ -80,6 +81,21 @@ class CallPool:
         except BaseException:
             self._abandon(call)
             raise
+
+    async def call_in_any_case(self, seconds: float, *args: Any) -> Any:
+        """Return the result of a call that a worker runs also after ``seconds``, or if this coroutine is cancelled.
+
+        What the function returns may be awaitable, and has the time limit of a call then.
+
+        Raises:
+            TimeoutError: no worker has run it in ``seconds``.
+            Exception: what the function raised.
+        """
+        call = _Call(args)
+        self._submit(call)
+        async with asyncio.timeout(seconds):
+            await _finished(call)
+        return await self._in_time(_resolved(call), args)
 
     def close(self) -> None:
         """End the workers that are idle; others end after their calls. The pool may be used again, with new workers."""
@@ -172,6 +188,19 @@ class _Call:
         self.started: Future[None] = Future()
         self.result: Future[Any] = Future()
         self.worker: _Thread | None = None
+
+
+async def _finished(call: _Call) -> None:
+    """Wait for a call, which goes on if the waiting is cancelled."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: object) -> None:
+        # The loop may be closed by then.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set)
+
+    call.result.add_done_callback(tell)
+    await done.wait()
 
 
 async def _resolved(call: _Call) -> Any:

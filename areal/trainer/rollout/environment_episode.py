@@ -18,7 +18,7 @@ from areal.trainer.rollout.sequence import Sequence
 from areal.trainer.rollout.turn_limits import TurnLimits
 
 _CLOSE_SECONDS = 2.0
-"""Seconds that an episode that failed or was cancelled waits for its environment to close. A thread closes it later."""
+"""Seconds that an episode that failed or was cancelled waits for a thread to close its environment, which a thread does later otherwise."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class EnvironmentEpisode:
     Args:
         chat: template of the model.
         make: returns a new environment, such as its class.
-        sampling: sampling parameters of each turn. Its stop tokens are those of the chat.
+        sampling: sampling parameters of each turn. Its stop tokens are those of the chat; it has no ``stop`` strings.
         max_turns: maximum number of answers.
         max_tokens: maximum number of sampled tokens of an episode; ``None`` for no limit.
         seconds: time limit of a call of the environment. ``make`` is part of the first.
@@ -108,10 +108,9 @@ class EnvironmentEpisode:
         try:
             sequence = await self._play(client, made, item)
         except (Exception, asyncio.CancelledError):
-            # The first error is the one to report. A call that still runs in its thread delays the close, not the end of the episode.
+            # The first error is the one to report.
             with contextlib.suppress(Exception):
-                async with asyncio.timeout(_CLOSE_SECONDS):
-                    await self._pool("close", made.close)
+                await self._pool.call_in_any_case(_CLOSE_SECONDS, "close", made.close)
             raise
         await self._pool("close", made.close)
         return [sequence]

@@ -212,7 +212,7 @@ class Runner:
 
     def resharded_state(self, states: collections.abc.Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return this rank's state for a run that was saved on another number of ranks, from the states of all of them."""
-        return resharded(states, self._share())
+        return resharded(states, self._share(), self.plan)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ``ValueError`` if a state of :meth:`state_dict` is of a run with another order of groups; see :meth:`Plan.check_order`."""

@@ -26,6 +26,9 @@ class SamplingCheck:
         config: configuration of the policy.
         recompute_logprobs: the trainer computes ``old_logprobs``; otherwise they are the rollout's.
         warns: True on one rank, which logs the warnings.
+
+    Attributes:
+        excluded: tokens were excluded from the sampling of an answer on this rank.
     """
 
     def __init__(self, config: TrainEngineConfig, *, recompute_logprobs: bool, warns: bool) -> None:
@@ -34,6 +37,7 @@ class SamplingCheck:
         self._recompute_logprobs = recompute_logprobs
         self._warns = warns
         self._warned: set[tuple[str, float]] = set()
+        self.excluded = False
 
     def __call__(self, samplings: Iterable[SamplingItems]) -> None:
         """Check the parameters of a batch. They are the same on all ranks, so all raise or none.
@@ -71,6 +75,7 @@ class SamplingCheck:
                 f"Sampling.{name} = {value:g} with Updates.recompute_logprobs = False: the rollout's log-probs are those of the remaining "
                 f"tokens, the trainer's those of all tokens. Set recompute_logprobs to True, or {name} to {_ALL_TOKENS[name]:g}"
             )
+        self.excluded = True
         self._warn_once(
             name,
             value,

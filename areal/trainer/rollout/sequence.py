@@ -66,7 +66,8 @@ class Sequence:
         ``input_ids``, ``loss_mask``, ``rollout_logprobs`` and ``versions`` are ``[S]``, position-aligned. ``rewards``, ``group_ids``,
         ``truncated`` and, for a sequence of a runner, ``episode_ids`` are scalars, which become ``[n]`` in a batch. ``output_mask`` restricts
         log-probs and entropy to trained tokens. Pictures have the keys of :attr:`images`. ``temperature`` is that of the answers, if known,
-        so that an engine's log-probs are of the distribution that was sampled.
+        so that an engine's log-probs are of the distribution that was sampled. With ``oldest``, ``sampled_tokens`` is the number of all tokens
+        of the answers.
 
         Args:
             oldest: version of the oldest tokens to train on; ``None`` for no limit. Tokens without a version are trained on.
@@ -75,8 +76,10 @@ class Sequence:
             ValueError: the answers were sampled at different temperatures.
         """
         episode = {} if self.episode is None else {"episode_ids": torch.tensor(self.episode, dtype=torch.int64)}
+        stale = {} if oldest is None else {"sampled_tokens": torch.tensor(self.trained_tokens)}
         return {
             **episode,
+            **stale,
             **where_trained(from_segments(self.segments if oldest is None else self._segments_since(oldest))),
             "rewards": torch.tensor(self.reward, dtype=torch.float32),
             "group_ids": torch.tensor(self.group, dtype=torch.int64),

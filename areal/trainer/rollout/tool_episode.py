@@ -40,7 +40,7 @@ class ToolEpisode:
             strings, or become JSON.
         messages: function from an item to the first messages.
         reward: function from an item and all messages to a number, or a :class:`~areal.trainer.rollout.rewards.RewardPool`.
-        sampling: of each turn. Its stop tokens are those of the chat.
+        sampling: of each turn. Its stop tokens are those of the chat; it has no ``stop`` strings.
         max_turns: maximum number of answers.
         max_tokens: maximum number of sampled tokens of an episode; ``None`` for no limit.
         tool_seconds: time limit of a call.

@@ -13,12 +13,12 @@ class TurnLimits:
 
     Args:
         chat: template of the model. Its stop tokens end an answer.
-        sampling: sampling parameters of a turn.
+        sampling: sampling parameters of a turn, without strings that end it.
         max_turns: maximum number of answers.
         max_tokens: maximum number of sampled tokens of an episode; ``None`` for no limit.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or strings would end an answer.
     """
 
     def __init__(self, chat: Chat, sampling: Sampling, max_turns: int, max_tokens: int | None) -> None:
@@ -26,6 +26,11 @@ class TurnLimits:
             raise ValueError(f"max_turns = {max_turns}: it must be at least 1")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: it must be at least 1, or None for no limit")
+        if sampling.stop:
+            raise ValueError(
+                f"Sampling.stop = {sampling.stop!r}: an answer of a chat ends at a stop token of its template, and one that a string "
+                "ends would count as cut off; leave stop out"
+            )
         self._sampling = replace(sampling, stop_token_ids=chat.stop_token_ids)
         self._max_turns, self._max_tokens = max_turns, max_tokens
 

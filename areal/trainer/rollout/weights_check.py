@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _STEPS = 3
@@ -31,8 +31,13 @@ class WeightsCheck:
         self._last: float | None = None  # error of the last batch
         self._growing = 0  # number of steps in a row in which the error has grown
 
-    def __call__(self, scalars: Mapping[str, float]) -> None:
+    def __call__(self, scalars: Mapping[str, float], excluded: Callable[[], bool] = lambda: False) -> None:
         """Check the statistics of a batch. They are equal on all ranks, so that all raise or none.
+
+        Args:
+            scalars: statistics of the batch.
+            excluded: returns, equal on all ranks, whether tokens were excluded from sampling. The rollout's log-probs are those of the others
+                then, so that the first batch tells nothing. Collective; all ranks call it or none.
 
         Raises:
             RuntimeError: the error of the first batch is that of another model, or it has grown too much since then.
@@ -41,7 +46,7 @@ class WeightsCheck:
         if self._max_growth is None or error is None or scalars["rollout/staleness"] > 0:
             self._growing = 0
             return
-        if self._first is None and error > _OTHER_MODEL:
+        if self._first is None and error > _OTHER_MODEL and not excluded():
             raise RuntimeError(
                 f"rollout/logprob_error = {error:.3g} nats in the first batch, at staleness 0: rollout and trainer do not have the same model. "
                 "Check that sync= sends the weights, and that servers were started with the model of the engine"

@@ -250,8 +250,10 @@ def test_settings_reach_their_places(backend: str, tmp_path: Path) -> None:
             {
                 "loss_mask": torch.tensor([0.0] * 3 + [1.0] * length),
                 "group_ids": torch.tensor(0),
+                **sampled,
             }
-            for length in (1, 3, 5)
+            # The last one has tokens that are too old to train on.
+            for length, sampled in ((1, {}), (3, {}), (2, {"sampled_tokens": torch.tensor(5)}))
         ]
         shape: Any = run.trainer.estimator.shape
         # Full penalty at 5 tokens, half of it at 3; then in another order.

@@ -12,6 +12,7 @@ from areal.recipes import dpo, reward_model, sft
 from areal.tests.dist.recipes.policy_runs import curve
 from areal.tests.harness import tiny
 from areal.tests.harness.recipes.recipe_data import SETTINGS, recipe_model, rows
+from areal.tests.harness.world import world
 
 LAYOUTS = tiny.chosen("fsdp:d2", "megatron:p2")
 SMALL: dict[str, Any] = {**SETTINGS, "batch_size": 8, "lr": 1e-2}
@@ -66,19 +67,19 @@ def test_patience_ends_a_run_that_does_not_become_better(backend: str, tmp_path:
     assert run.trainer.step < 20
 
 
-@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2"))
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2", "fsdp:t2"))
 def test_interrupt_saves_a_checkpoint_and_a_resumed_run_is_the_same(backend: str, tmp_path: Path) -> None:
     def run(output: Path, **changes: Any) -> Any:
         return sft(recipe_model(), rows(32), backend=backend, output=output, steps=6, **SMALL | changes)
 
     run(tmp_path / "full").train()
     stopped = run(tmp_path / "parts").build()
-    take, ranks = stopped.trainer._take_step, stopped.engine.dp_rank
+    take = stopped.trainer._take_step
 
     def take_and_signal(batch: Any) -> Any:
         output = take(batch)
         # One rank alone gets the signal, as by `kill`: all end after the same step.
-        if stopped.trainer.step == 3 and ranks == 0:
+        if stopped.trainer.step == 3 and world().rank == 0:
             os.kill(os.getpid(), signal.SIGINT)
         return output
 

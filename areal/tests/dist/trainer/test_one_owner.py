@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig, TensorSource, TrainEngine
 from areal.inference.http import VLLM, HTTPRollout
+from areal.inference.http.updates import WeightUpdates
 from areal.inference.local.rollout import LocalRollout
 from areal.tests.dist.dispatch.shared import OneByOne
 from areal.tests.dist.dispatch.trainer_runs import TIMES
+from areal.tests.dist.faults.twins import raised
 from areal.tests.dist.trainer.coordinates import COORDINATES
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import wait_until
@@ -36,7 +39,7 @@ from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sequence import Sequence
 from areal.trainer.updates import Updates
-from areal.utils.distributed import init_default_group
+from areal.utils.distributed import ControlPlane, init_default_group
 
 Players = Callable[[int, int], bool]
 """Returns True for a rank that generates, of a rank and the number of ranks."""
@@ -314,6 +317,19 @@ def test_one_rank_owns_all_servers(count: int, tmp_path: Path) -> None:
             assert max(curve["rollout/staleness"]) <= staleness
             # A batch of older weights has other log-probs; the first has the weights of the start.
             assert max(curve["rollout/logprob_error"][: 1 if staleness else steps]) < 1e-5
+
+
+@pytest.mark.world(2)
+def test_update_that_the_owner_refuses_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    told = SimpleNamespace(served=SimpleNamespace(adapter="policy"))
+    servers = [SimpleNamespace(routes=told, url="http://first")] if world().rank == 0 else []
+    init_default_group()
+    control, fleet = ControlPlane(), cast(Any, SimpleNamespace(servers=servers))
+    updates = WeightUpdates(control, fleet, VLLM("policy"), tmp_path, None, None)
+    for send in (updates.sync, updates.update):
+        with raised(ValueError, "VLLM.model = 'policy' is an adapter", guilty=0):
+            send(cast(Any, iter(())), 1)
+    control.close()
 
 
 def kill_twice(server: Process) -> None:

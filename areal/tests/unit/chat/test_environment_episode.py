@@ -64,9 +64,11 @@ def no_games() -> None:
     Guess.made = []
 
 
-def episode(make: Callable[[], Any] = Guess, **options: Any) -> tuple[Chat, EnvironmentEpisode]:
+def episode(
+    make: Callable[[], Any] = Guess, sampling: Sampling | None = None, **options: Any
+) -> tuple[Chat, EnvironmentEpisode]:
     chat = chat_of(templates.CHATML)
-    return chat, EnvironmentEpisode(chat, make, Sampling(64), **options)
+    return chat, EnvironmentEpisode(chat, make, sampling or Sampling(64), **options)
 
 
 def answers(chat: Chat, *texts: str) -> Scripted:
@@ -212,6 +214,31 @@ def test_cancelled_episode_closes_its_environment(hanging: type[Hangs], monkeypa
     wait_until(lambda: Guess.made[0].closed == 1)
 
 
+def test_environment_is_closed_if_other_calls_are_before(hanging: type[Hangs], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal.trainer.rollout.environment_episode._CLOSE_SECONDS", 0.1)
+    chat, made = episode(hanging, workers=1)
+
+    class Silent:
+        async def generate(self, *_: Any) -> Any:
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        waiting: Any = asyncio.ensure_future(made.run(Silent(), 7))  # type: ignore[arg-type]
+        while not Guess.made:
+            await asyncio.sleep(0.001)
+        busy = asyncio.ensure_future(made.run(answers(chat, "7"), 7))
+        while not hanging.inside.is_set():
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(waiting, PROMPTLY)
+        hanging.end.set()
+        await asyncio.wait_for(busy, PROMPTLY)
+
+    asyncio.run(run())
+    wait_until(lambda: [game.closed for game in Guess.made] == [1, 1], "both are closed", 10.0)
+
+
 def test_environment_that_cannot_be_made_or_closed() -> None:
     def no_display() -> Guess:
         raise OSError("no display")
@@ -228,12 +255,16 @@ def test_environment_that_cannot_be_made_or_closed() -> None:
         play(made, answers(chat, "7"))
 
 
-def test_bad_numbers_are_named() -> None:
+def test_bad_limits_are_named() -> None:
     for options, words in (
         ({"max_turns": 0}, "max_turns = 0"),
         ({"max_tokens": 0}, "max_tokens = 0"),
         ({"seconds": 0}, "EnvironmentPool.seconds = 0"),
         ({"workers": 0}, "EnvironmentPool.workers = 0"),
+        (
+            {"sampling": Sampling(64, stop=("</tool_call>",))},
+            r"Sampling.stop = \('</tool_call>',\): an answer of a chat ends",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             episode(**options)

@@ -52,6 +52,8 @@ def test_another_model_is_noticed_in_the_first_batch() -> None:
     with pytest.raises(RuntimeError, match=r"logprob_error = 10.1 nats in the first batch.*started with the model"):
         WeightsCheck(10.0)({"rollout/logprob_error": 10.1, "rollout/staleness": 0.0})
     WeightsCheck(None)({"rollout/logprob_error": 10.1, "rollout/staleness": 0.0})
+    # Log-probs of the remaining tokens, such as with top_k, differ from those of all tokens.
+    WeightsCheck(10.0)({"rollout/logprob_error": 10.1, "rollout/staleness": 0.0}, lambda: True)
 
 
 def test_error_of_old_weights_does_not_count() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from areal.tests.mutants.planting import Function, mutant
 
 
@@ -39,3 +42,17 @@ def staleness_not_measured(right: Function) -> Function:
 def empty_steps_without_limit(right: Function) -> Function:
     """A run goes on that trains on nothing."""
     return lambda self, updates: None
+
+
+@mutant(
+    "areal.trainer.rollout.call_pool:CallPool.call_in_any_case",
+    "unit/chat/test_environment_episode.py::test_environment_is_closed_if_other_calls_are_before",
+)
+def queued_close_is_given_up(right: Function) -> Function:
+    """An environment whose close waits for other calls stays open."""
+
+    async def wrong(self: Any, seconds: float, *args: Any) -> Any:
+        async with asyncio.timeout(seconds):
+            return await self(*args)
+
+    return wrong

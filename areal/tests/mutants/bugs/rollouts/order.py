@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from areal.tests.mutants.planting import Function, mutant
@@ -73,3 +74,12 @@ def groups_beyond_the_bound_go_on(right: Function) -> Function:
 def old_tokens_of_partial_answers_trained(right: Function) -> Function:
     """Tokens of a partial answer that are older than the bound are trained on."""
     return lambda self, oldest: list(self.segments)
+
+
+@mutant(
+    "areal.trainer.rollout.order.resharding:resharded",
+    "unit/rollout/test_resharding.py::test_every_batch_is_played_within_the_bound[2-1-True]",
+)
+def groups_that_wait_are_taken_over_at_any_place(right: Function) -> Function:
+    """A run on another number of ranks keeps groups that are beyond the bound now, or behind more groups than may begin."""
+    return lambda states, share, plan: right(states, share, dataclasses.replace(plan, in_order=False))
