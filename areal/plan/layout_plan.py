@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from areal.api import TrainEngineConfig
 from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
+from areal.engine.model.hub import read_config
 from areal.plan.hardware import Hardware
 from areal.plan.step_recorder import SHARDED, Collective, CollectiveCalls
 from areal.plan.trace import Trace, TraceRequest, Workload, trace_step
-from areal.plan.uniform_layers import UniformLayers
+from areal.plan.uniform_layers import UniformLayers, layers_by_rank
 
 ZERO_BUBBLE_FRACTION = 1 / 3
 """Part of a schedule's bubble that remains if gradients of weights fill it (Qi et al., 2023, with equal times of the three passes)."""
@@ -61,7 +62,7 @@ class LayoutPlan:
     Attributes:
         config: configuration of the engine.
         workload: batch of a data-parallel rank.
-        stages: one rank of the first, a middle and the last stage of the pipeline; without one a single rank.
+        stages: one rank of each traced pipeline stage, see :func:`traced_stages`; without a pipeline a single rank.
         bubble: idle time of a rank in the pipeline, as a fraction of its busy time.
     """
 
@@ -86,9 +87,14 @@ class LayoutPlan:
         return self.slowest.seconds * (1 + self.bubble)
 
     @property
+    def tokens(self) -> int:
+        """Tokens of a step of all ranks."""
+        return self.workload.tokens * self.config.dims.dp
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second and rank."""
-        return self.workload.tokens * self.config.dims.dp / self.config.dims.world_size / self.seconds
+        return self.tokens / self.config.dims.world_size / self.seconds
 
 
 def waiting(config: TrainEngineConfig) -> frozenset[str]:
@@ -132,14 +138,29 @@ def plan_layout(
     dims = config.dims
     ranks_per_stage = dims.world_size // dims.pp
     stages = []
-    # The middle of a pipeline may have more layers than its ends, which the extrapolation takes into account.
-    middle = {dims.pp // 2} if layers is None else set()
-    for stage in sorted({0, dims.pp - 1} | middle):
+    # Stages in the middle may have more layers than the ends, which the extrapolation takes into account.
+    for stage in traced_stages(config) if layers is None else sorted({0, dims.pp - 1}):
         rank = stage * ranks_per_stage
         request = TraceRequest(config, workload, rank, hardware, memory)
         found = trace_step(*request) if layers is None else layers.extrapolate(request)
         stages.append(Stage.of(rank, found, hardware, waits=waiting(config)))
     return LayoutPlan(config, workload, tuple(stages), pipeline_bubble(config, stages[0].trace.n_mbs))
+
+
+def traced_stages(config: TrainEngineConfig) -> list[int]:
+    """Return the pipeline ranks to trace: the first, the last, the one in the middle, whose kinds of layers may differ, and the largest.
+
+    An earlier rank keeps the activations of more micro-batches. So a rank between the first and the last may be the largest if it has more
+    layers than those in front of it.
+    """
+    dims, last = config.dims, config.dims.pp - 1
+    if dims.backend == "megatron":
+        # All stages between the first and the last have equally many layers.
+        largest = {min(1, last)}
+    else:
+        layers = layers_by_rank(config, read_config(config.path).get_text_config().num_hidden_layers)
+        largest = {rank for rank in range(1, last) if layers[rank] > max(layers[1:rank], default=0)}
+    return sorted({0, dims.pp // 2, last} | largest)
 
 
 def pipeline_bubble(config: TrainEngineConfig, n_mbs: int) -> float:

@@ -27,7 +27,7 @@ class PlanJob:
 
     Attributes:
         model: model directory with a ``config.json``.
-        tokens_per_rank: tokens of a step, divided by the number of ranks.
+        tokens_per_rank: most tokens of a step, divided by the number of ranks.
         length: tokens of a sequence.
         memory: bytes of a rank's device.
         hardware: rates.
@@ -88,7 +88,8 @@ class PlanJob:
         if megatron.first_stage_layers is not None or megatron.last_stage_layers is not None:
             return None
         # Activations of the last layers are on the device, and none of the others.
-        if FSDPConfig.model_validate(self.settings.get("fsdp") or {}).activation_offload:
+        fsdp = FSDPConfig.model_validate(self.settings.get("fsdp") or {})
+        if fsdp.activation_offload or fsdp.pipeline_layers is not None:
             return None
         return UniformLayers.of(self.model)
 
@@ -140,7 +141,9 @@ def layouts(job: PlanJob, backend: str, world_size: int) -> Iterator[ParallelDim
 def best_layouts(
     job: PlanJob, backend: str, world_size: int, layers: UniformLayers | None, progress: Callable[[str], None]
 ) -> list[LayoutPlan]:
-    """Return the plans of layouts that the engine supports and that fit into memory, fastest first.
+    """Return the plans of layouts that the engine supports and that fit into memory, fastest first: those with most tokens per second.
+
+    Their batches may differ, by the tokens that do not fill a sequence of a data-parallel rank.
 
     For each layout, activations are recomputed, or micro-batches are of one sequence, only if it does not fit otherwise. Pipelines are left out
     if a shorter one with the same other degrees fits, and its step is shorter than the computation with the bubble of the longer one.
@@ -158,7 +161,7 @@ def best_layouts(
         if plan is not None:
             found.append(plan)
             shorter[degrees] = plan
-    return sorted(found, key=lambda plan: plan.seconds)
+    return sorted(found, key=lambda plan: -plan.tokens_per_second)
 
 
 def _least_bubble(dims: ParallelDims) -> float:

@@ -34,8 +34,8 @@ def describe_plan(plan: LayoutPlan, job: PlanJob) -> str:
             *rows,
             "",
             f"pipeline bubble: {plan.bubble / (1 + plan.bubble):.1%} of the step",
-            f"step: {plan.seconds:.3f} s; computation {slowest.trace.seconds:.3f} s, communication that it waits for {slowest.exposed:.3f} s, "
-            f"communication in its background {slowest.overlapped:.3f} s",
+            f"step of {plan.tokens:,} tokens: {plan.seconds:.3f} s; computation {slowest.trace.seconds:.3f} s, communication that it waits for "
+            f"{slowest.exposed:.3f} s, communication in its background {slowest.overlapped:.3f} s",
             f"{plan.tokens_per_second:,.0f} tokens/s per rank, {slowest.trace.flops / plan.seconds / 1e12:.0f} TFLOP/s on rank {slowest.rank}",
             _describe_update(plan, job),
         )
@@ -76,10 +76,10 @@ def _describe_update(plan: LayoutPlan, job: PlanJob) -> str:
 
 def describe_layouts(plans: Sequence[LayoutPlan], limit: int) -> str:
     """Return a table of layouts."""
-    head = f"  {'layout':24}{'recomputed':12}{'micro-batches':>14}{'GiB':>8}{'seconds':>10}{'tokens/s per rank':>20}"
+    head = f"  {'layout':24}{'recomputed':12}{'micro-batches':>14}{'GiB':>8}{'tokens':>14}{'seconds':>10}{'tokens/s per rank':>20}"
     rows = [
         f"  {plan.config.backend:24}{plan.config.activation_checkpointing:12}{plan.slowest.trace.n_mbs:14}"
-        f"{plan.largest.nbytes / _GIB:8.1f}{plan.seconds:10.3f}{plan.tokens_per_second:20,.0f}"
+        f"{plan.largest.nbytes / _GIB:8.1f}{plan.tokens:14,}{plan.seconds:10.3f}{plan.tokens_per_second:20,.0f}"
         for plan in plans[:limit]
     ]
     return "\n".join((f"best of {len(plans)} layouts that fit", head, *rows)) if plans else "no layout fits"

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal.api import TrainEngineConfig
 from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.hub import read_config
 from areal.engine.model.media import IMAGE_FAMILIES
 from areal.engine.torch.pipeline_split import even_counts
 from areal.plan.trace import Trace, TraceRequest, trace_step
+
+
+def layers_by_rank(config: TrainEngineConfig, layers: int) -> list[int]:
+    """Return the number of layers of each pipeline rank.
+
+    Args:
+        config: configuration without ``megatron.first_stage_layers`` and ``last_stage_layers``.
+        layers: number of layers of the model.
+    """
+    dims, schedule = config.dims, choose_schedule(config)
+    found = [0] * dims.pp
+    for chunk, count in enumerate(config.fsdp.pipeline_layers or even_counts(layers, dims.pp * dims.vpp)):
+        found[schedule.rank_of(chunk, dims.pp)] += count
+    return found
 
 
 class UniformLayers:
@@ -58,11 +72,7 @@ class UniformLayers:
             raise ValueError(
                 f"backend = '{dims}': {self.number} layers do not split evenly over {chunks} stages; choose another p or v"
             )
-        schedule, counts = choose_schedule(config), even_counts(self.number, chunks)
-        by_rank: Counter[int] = Counter()
-        for chunk, count in enumerate(counts):
-            by_rank[schedule.rank_of(chunk, dims.pp)] += count
-        most = max(by_rank.values())
+        most = max(layers_by_rank(config, self.number))
         traces = []
         for per_chunk in (1, 2):
             short = config.model_copy(update={"path": self._with_layers(per_chunk * chunks)})

@@ -279,14 +279,12 @@ class PolicyRun(Run[C], Generic[C]):
         )
 
     def _shape(self) -> Shape | None:
-        """Return the shaping of rewards: shuffled for a control experiment, or with a penalty of long answers."""
+        """Return the shaping of rewards: shuffled for a control experiment, or with a penalty of long answers, of all their tokens."""
         config = self.config
 
         def shape(rewards: Tensor, samples: list[Sample]) -> Tensor:
             if config.overlong_tokens is not None:
-                # Tokens that are too old to train on are part of an answer.
-                trained = [sample["loss_mask"].count_nonzero() for sample in samples]
-                lengths = torch.stack([x.get("sampled_tokens", n) for x, n in zip(samples, trained, strict=True)])
+                lengths = torch.stack([x.get("sampled_tokens", x["loss_mask"].count_nonzero()) for x in samples])
                 rewards = rewards + overlong_penalty(
                     lengths, max_length=config.max_new_tokens, cache_length=config.overlong_tokens
                 )

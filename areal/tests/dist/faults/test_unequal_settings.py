@@ -16,7 +16,7 @@ from areal.tests.harness.world import world
 from areal.trainer.checkpoints import Checkpoints
 
 
-@pytest.mark.parametrize("backend", [layout(backend) for backend in ("fsdp:d2", "megatron:t2", "jax:d2")])
+@pytest.mark.parametrize("backend", [layout(backend) for backend in ("fsdp:d2", "megatron:t2")])
 def test_ranks_with_other_settings_are_told(backend: str, tmp_path: Path) -> None:
     last = world().rank == world().size - 1
     way_out = "start all ranks with the same settings"

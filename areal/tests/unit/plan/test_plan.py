@@ -14,8 +14,9 @@ from areal.api.parallel import ParallelDims
 from areal.cli.plan import run_plan
 from areal.engine.model.hub import read_config
 from areal.plan.hardware import Hardware
-from areal.plan.layout_plan import Stage
-from areal.plan.layout_search import PlanJob, layouts, with_world_size
+from areal.plan.layout_plan import Stage, traced_stages
+from areal.plan.layout_search import PlanJob, best_layouts, layouts, with_world_size
+from areal.plan.report import describe_layouts
 from areal.plan.scaling_picture import save_scaling
 from areal.plan.state_bytes import count_parameters
 from areal.plan.step_recorder import Collective, CollectiveCalls
@@ -37,10 +38,10 @@ def _process_without_a_world() -> Iterator[None]:
     assert not dist.is_initialized()
 
 
-def job(**changes: object) -> PlanJob:
-    """Return a job on a tiny model of eight layers."""
+def job(layers: int = 8, **changes: object) -> PlanJob:
+    """Return a job on a tiny model."""
     fields = {"tokens_per_rank": 64, "length": 64, "memory": 2**34, "hardware": Hardware(), "settings": SETTINGS}
-    return PlanJob(model=family_dir("qwen3", num_hidden_layers=8), **{**fields, **changes})  # type: ignore[arg-type]
+    return PlanJob(model=family_dir("qwen3", num_hidden_layers=layers), **{**fields, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,42 @@ def test_bubble_is_idle_time_for_each_micro_batch() -> None:
     assert plan.seconds == pytest.approx(plan.slowest.seconds * (1 + 1 / n_mbs))
 
 
+def test_stage_with_an_extra_layer_is_the_largest_and_the_slowest() -> None:
+    # Of five layers, the second stage has two.
+    plan = job(layers=5, length=16, tokens_per_rank=16).plan(ParallelDims.parse("fsdp:d1p4"))
+    assert plan.largest.rank == plan.slowest.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "backend", "settings", "stages"),
+    [
+        (8, "fsdp:d1", {}, [0]),
+        (3, "fsdp:d1p2", {}, [0, 1]),
+        (8, "fsdp:d1p8", {}, [0, 1, 4, 7]),
+        # One layer more than the 16 chunks of the ranks.
+        (17, "fsdp:d1p8v2", {}, [0, 1, 4, 7]),
+        (17, "fsdp:d1p8v2", {"fsdp": {"pipeline_layers": (1,) * 13 + (2, 1, 1)}}, [0, 1, 4, 5, 7]),
+        (11, "fsdp:d1p6", {"fsdp": {"pipeline_layers": (1, 2, 1, 3, 3, 1)}}, [0, 1, 3, 5]),
+        (13, "megatron:d1p6", {"megatron": {"first_stage_layers": 2, "last_stage_layers": 3}}, [0, 1, 3, 5]),
+    ],
+)
+def test_earliest_stage_with_most_layers_is_traced(
+    layers: int, backend: str, settings: dict[str, object], stages: list[int]
+) -> None:
+    planned, dims = job(layers, settings={**SETTINGS, **settings}), ParallelDims.parse(backend)
+    assert traced_stages(planned.config(dims, planned.workload(dims))) == stages
+
+
+def test_search_compares_tokens_per_second() -> None:
+    # Of 128 tokens, two ranks with their own batch train one sequence each, and together three.
+    planned = job(layers=1, length=40, hardware=Hardware(ranks_per_node=2, latency_us=0.1))
+    together, apart = best_layouts(planned, "fsdp", 2, None, str)
+    assert (together.config.backend, together.tokens) == ("fsdp:t2", 120)
+    assert (apart.config.backend, apart.tokens) == ("fsdp:d2", 80)
+    assert apart.seconds < together.seconds
+    assert [line.split()[4] for line in describe_layouts([together, apart], 2).splitlines()[2:]] == ["120", "80"]
+
+
 def test_collectives_of_parameters_overlap_and_others_do_not() -> None:
     hardware = Hardware(node_gbps=1.0, network_gbps=0.25, ranks_per_node=8, latency_us=0.0)
     calls = CollectiveCalls(1, 1e9)
@@ -153,6 +190,7 @@ def test_search_of_megatron_leaves_out_what_it_refuses() -> None:
         job().plan(ParallelDims.parse("megatron:d1p3"), UniformLayers.of(job().model))
     # Stages of another depth are not like the others.
     assert job(settings={"megatron": {"first_stage_layers": 2}}).uniform_layers() is None
+    assert job(settings={"fsdp": {"pipeline_layers": (3, 5)}}).uniform_layers() is None
     # There are no groups of replicas.
     found = {str(dims) for engine in ("fsdp", "megatron") for dims in layouts(job(), engine, 128)}
     assert "fsdp:d64r2" in found
