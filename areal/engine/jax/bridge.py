@@ -175,10 +175,8 @@ class ForwardCall:
             gradients = self._factors.gradients(new)
             state.spare.give(residuals.leaves)
             return gradients
-        pending = state.require_grads()
         # Donated: until the program returns, there are no gradients.
-        state.grads = None
-        with spec.numbers.enabled():
+        with state.replacing_grads() as pending, spec.numbers.enabled():
             state.grads = dict(_pull(spec, residuals, arguments, cotangents, state.params, pending))
         # Programs run in the background: an error of this one, and its time, belong to this micro-batch.
         jax.block_until_ready(state.grads)

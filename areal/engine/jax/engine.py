@@ -109,7 +109,7 @@ class JAXEngine(BaseTrainEngine):
             checkpointer=JAXCheckpointer(model, optimizer, weights, self, self.control, config.path),
             weights=weights,
             memory=memory,
-            gradients=ModelGradients(memory.discard_grads),
+            gradients=ModelGradients(model, memory.discard_grads),
             vocab_size=hf.config.vocab_size,
             max_positions=max_positions(hf.config),
             routing=ExpertRouting(config.moe, architecture.routers, ()),

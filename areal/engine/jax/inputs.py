@@ -185,8 +185,9 @@ class StreamInputs:
             rows = rows[:, :n_targets] if n_targets else rows[:, 0]
         if self._mask is None or name not in _OF_WANTED_TOKENS:
             return rows
-        kept = rows if self._only_mask else rows.index_select(0, self._mask)
-        return kept.new_zeros(self._n_results, *kept.shape[1:]).index_copy(0, self._mask, kept)
+        mask = self._mask.to(rows.device)
+        kept = rows if self._only_mask else rows.index_select(0, mask)
+        return kept.new_zeros(self._n_results, *kept.shape[1:]).index_copy(0, mask, kept)
 
 
 def empty_stream(other: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

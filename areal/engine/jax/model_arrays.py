@@ -37,6 +37,7 @@ class ModelState:
     Attributes:
         params: the parameters.
         grads: sums of gradients; ``None`` without any.
+        accumulation: progress of the gradients.
         training: mode of the model, as of a torch module. The engine's families have no dropout.
         factors: the factors of adapters, if there are adapters.
         spare: memory for the residuals of the next micro-batch.
@@ -46,6 +47,7 @@ class ModelState:
         self.spec, self.arrays = spec, arrays
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] | None = None
+        self.accumulation = GradientState()
         self.training = True
         self.factors: FactorStacks | None = None
         self.spare = SpareResiduals(applies=spec.on_cpu and spec.mesh.size == 1)
@@ -63,6 +65,16 @@ class ModelState:
         if self.grads is None:
             self.grads = self.zeros()
         return self.grads
+
+    @contextlib.contextmanager
+    def replacing_grads(self) -> Iterator[dict[str, Array]]:
+        """Context of a program that consumes the gradients, and sets others. No gradient is pending if it did not, as after an interrupt."""
+        grads, self.grads = self.require_grads(), None
+        try:
+            yield grads
+        finally:
+            if self.grads is None:
+                self.accumulation.set(accumulated=False)
 
     def zeros(self, names: Sequence[str] | None = None) -> dict[str, Array]:
         """Return zeros of the shapes and placements of all parameters, or of some."""
@@ -138,12 +150,13 @@ class ModelGradients:
     Arrays are global values: each backward adds a sum over ranks.
 
     Args:
-        discard: discards the gradients, on the device or offloaded.
+        model: owner of the gradients.
+        discard: discards them, on the device or offloaded.
     """
 
-    def __init__(self, discard: Callable[[], None]) -> None:
+    def __init__(self, model: ModelState, discard: Callable[[], None]) -> None:
         self._discard = discard
-        self.state = GradientState()
+        self.state = model.accumulation
 
     def before_backward(self) -> None:
         """Do nothing: a reduced gradient counts once."""
@@ -159,7 +172,7 @@ def consuming(given: Any, what: str, restore: Callable[[], None]) -> Iterator[No
     Args:
         given: the arrays, in any structure.
         what: their name, for the error.
-        restore: called after an error that has left the arrays as they were.
+        restore: called after an error or interrupt that has left the arrays as they were.
 
     Raises:
         StateLostError: the program failed, and the arrays are lost.
@@ -167,11 +180,16 @@ def consuming(given: Any, what: str, restore: Callable[[], None]) -> Iterator[No
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        lost = any(x.is_deleted() for x in jax.tree.leaves(given))
+        if not lost:
+            restore()
+        # An interrupt is raised as it is. The next call finds out what is lost.
+        if not isinstance(error, Exception):
+            raise
         text = f"{type(error).__name__}: {error}"
-        if any(x.is_deleted() for x in jax.tree.leaves(given)):
+        if lost:
             raise StateLostError(f"the optimizer step failed, and the {what} are lost: {text}") from error
-        restore()
         # Errors of JAX may be of type ValueError, which would mean an argument of the caller.
         raise RuntimeError(f"the optimizer step failed, and left the {what} as they were: {text}") from error
 
@@ -185,9 +203,13 @@ def norm_of_gradients(model: ModelState) -> torch.Tensor:
 
 def scale_grads(model: ModelState, factor: float) -> None:
     """Multiply all gradients by a factor."""
-    grads, model.grads = model.require_grads(), None
-    with model.spec.numbers.enabled(), consuming(grads, "gradients", lambda: model.set_grads(grads)):
-        model.grads = jax.block_until_ready(_scaled(model.spec, grads, jnp.asarray(factor, model.spec.numbers.master)))
+    numbers = model.spec.numbers
+    with (
+        numbers.enabled(),
+        model.replacing_grads() as grads,
+        consuming(grads, "gradients", lambda: model.set_grads(grads)),
+    ):
+        model.grads = jax.block_until_ready(_scaled(model.spec, grads, jnp.asarray(factor, numbers.updates)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -202,4 +224,4 @@ def _norm(grads: dict[str, Array]) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _scaled(spec: ModelSpec, grads: dict[str, Array], factor: Array) -> dict[str, Array]:
-    return {name: spec.place(name, grad * factor) for name, grad in grads.items()}
+    return {name: spec.place(name, (grad * factor).astype(grad.dtype)) for name, grad in grads.items()}

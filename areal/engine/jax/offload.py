@@ -15,6 +15,7 @@ from areal.api.memory import EngineMemory, KindMemory
 from areal.engine.jax.mesh import distinct_shards, from_boxes, host_view, to_numpy
 from areal.engine.jax.model_arrays import ModelState
 from areal.engine.jax.optimizer import OptaxOptimizer
+from areal.utils.distributed import StateLostError
 from areal.utils.dtensor import Box
 from areal.utils.offload import FileBackup, backup_folder
 
@@ -113,6 +114,7 @@ class JAXMemory:
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Move the named kinds of arrays out. Returns the bytes that were freed."""
+        self._require_params()
         self._model.spare.clear()
         freed = 0
         for name in self._named(params, grads, optimizer):
@@ -130,6 +132,7 @@ class JAXMemory:
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Restore the named kinds of arrays. Returns the bytes that were moved."""
+        self._require_params()
         moved = 0
         for name in self._named(params, grads, optimizer):
             backups = self._backups.get(name, {})
@@ -157,6 +160,11 @@ class JAXMemory:
             # Devices of one process may hold equal shards, of which one is kept elsewhere.
             kinds[name] = KindMemory(here, away, 0 if away else max(self._kinds[name].expected() - here, 0))
         return EngineMemory(**kinds)
+
+    def _require_params(self) -> None:
+        """Raise if an interrupted optimizer step has lost the parameters."""
+        if not self._model.params and "params" not in self._backups:
+            raise StateLostError("the optimizer step was interrupted, and the weights and optimizer state are lost")
 
     def _named(self, params: bool, grads: bool, optimizer: bool) -> list[str]:
         named = {"params": params, "grads": grads, "optimizer": optimizer}

@@ -83,7 +83,7 @@ class OptaxOptimizer:
         with model.spec.numbers.enabled(), consuming((params, moments), "weights and optimizer state", restore):
             # Two arrays, because each is a transfer to the device.
             settings = scalars(group)
-            numbers = np.array(list(settings.values()), model.spec.numbers.master)
+            numbers = np.array(list(settings.values()), model.spec.numbers.updates)
             counts = np.array([self.counts[name] for name in sorted(params)], np.int32)
             before = moments or self._zeros()
             # Donated: the results take the memory of parameters and moments, so that no other reference may exist.
@@ -153,10 +153,12 @@ def _update(
         params, grads: by name.
         moments: by kind and name. Empty before the first step of SGD without momentum.
         counts: [P] int32. Steps of each parameter so far, in the order of sorted names.
-        values: [S] in the dtype of the parameters. Settings of the optimizer.
+        values: [S], at least float32. Settings of the optimizer.
     """
     numbers = dict(zip(settings, values, strict=True))
     steps = dict(zip(sorted(params), counts, strict=True))
+    # As in torch, arrays in 16 bits are updated in float32, and rounded once.
+    params, grads, moments = jax.tree.map(lambda x: x.astype(values.dtype), (params, grads, moments))
     if rule.type == "sgd":
         updates, new = _sgd(numbers, params, grads, moments)
     else:
@@ -167,8 +169,12 @@ def _update(
             orthogonal, new["momentum_buffer"] = _muon(spec, rule.muon, matrices, moments["momentum_buffer"])
             updates |= orthogonal
         updates = {name: update + numbers["weight_decay"] * params[name] for name, update in updates.items()}
-    stepped = {name: spec.place(name, x - numbers["lr"] * updates[name]) for name, x in params.items()}
-    return stepped, {kind: {name: spec.place(name, x) for name, x in values.items()} for kind, values in new.items()}
+    stepped = {name: _stored(spec, name, x - numbers["lr"] * updates[name]) for name, x in params.items()}
+    return stepped, {kind: {name: _stored(spec, name, x) for name, x in own.items()} for kind, own in new.items()}
+
+
+def _stored(spec: ModelSpec, name: str, value: Array) -> Array:
+    return spec.place(name, value.astype(spec.numbers.master))
 
 
 def _adamw(

@@ -7,8 +7,9 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 _SHOWN = 2000
 """Maximum number of characters of a program's last words in an error message."""
@@ -44,25 +45,35 @@ class AgentProgram:
             RuntimeError: it ended with another exit code than 0; has its last words.
         """
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **own, **self._environment},
-            start_new_session=True,
-        )
-        try:
-            async with asyncio.timeout(self._seconds):
-                printed, errors = await process.communicate(json.dumps(item).encode())
-        except TimeoutError:
-            raise TimeoutError(f"{self._command[0]} took longer than {self._seconds:g} s") from None
-        finally:
-            # Its session: children that outlive it are killed, too.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        # Files, and no pipes: children that outlive the program would keep a pipe open.
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
+            given.write(json.dumps(item).encode())
+            given.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=given,
+                stdout=printed,
+                stderr=errors,
+                env={**os.environ, **own, **self._environment},
+                start_new_session=True,
+            )
+            try:
+                async with asyncio.timeout(self._seconds):
+                    await process.wait()
+            except TimeoutError:
+                raise TimeoutError(f"{self._command[0]} took longer than {self._seconds:g} s") from None
+            finally:
+                # Its session: children that outlive it are killed, too.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            texts = [_text_of(file) for file in (printed, errors)]
         if process.returncode:
-            last = errors.decode(errors="replace").strip()[-_SHOWN:]
+            last = texts[1].strip()[-_SHOWN:]
             raise RuntimeError(f"{self._command[0]} ended with exit code {process.returncode}: {last}")
-        return printed.decode(errors="replace")
+        return texts[0]
+
+
+def _text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

@@ -13,7 +13,6 @@ from areal.inference.protocol import Sampling
 
 IGNORED = frozenset(
     {
-        "add_special_tokens",
         "cache_salt",
         "metadata",
         "prediction",
@@ -34,6 +33,7 @@ IGNORED = frozenset(
 )
 """Fields without an effect on the distribution from which tokens are drawn."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),

@@ -213,7 +213,7 @@ class Gateway:
     def complete(self, session: Session, request: TextRequest) -> Coroutine[Any, Any, dict[str, Any]]:
         """Continue texts, or the tokens of texts. Raises what :meth:`chat` raises."""
         sampling = self._checked(request, request.model)
-        prompts = request.prompts(lambda text: list(self._tokenizer(text)["input_ids"]))
+        prompts = request.prompts(self._tokenizer)
         if not prompts or not all(prompts):
             raise RequestError(
                 400, "empty_prompt", "prompt is empty: an answer needs at least one token to go on from", "prompt"

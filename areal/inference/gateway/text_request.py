@@ -21,16 +21,21 @@ class TextRequest(Drawing):
     """A request for the continuations of one or several texts, or of their tokens."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    add_special_tokens: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
-    def prompts(self, tokenize: Callable[[str], list[int]]) -> list[list[int]]:
-        """Return the token ids of each prompt."""
+    def prompts(self, tokenize: Callable[..., Any]) -> list[list[int]]:
+        """Return the token ids of each prompt. A text gets special tokens, such as that of its beginning, unless the request has none."""
         several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
         prompts: list[Any] = list(self.prompt) if several else [self.prompt]
-        return [tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        special = self.add_special_tokens is not False
+        return [
+            list(tokenize(prompt, add_special_tokens=special)["input_ids"]) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
 
     def sampling(self, default: Sampling, *, fixed: bool) -> Sampling:
         """See :meth:`Drawing.sampling`."""

@@ -69,9 +69,24 @@ def pair_messages(row: Row, system: str = "") -> tuple[list[Message], list[Messa
             raise ValueError(_missing(row, "pairs"))
     chosen, rejected = (_messages(name, row[name], "assistant") for name in ("chosen", "rejected"))
     if any(name in row for name in _PROMPTS):
-        prompt = prompt_messages({name: row[name] for name in _PROMPTS if name in row}, system)
-        return prompt + chosen, prompt + rejected
+        prompt = prompt_messages({name: row[name] for name in _PROMPTS if name in row}, "")
+        chosen, rejected = (_behind(prompt, answer) for answer in (chosen, rejected))
     return _with_system(chosen, system), _with_system(rejected, system)
+
+
+def _behind(prompt: list[Message], answer: list[Message]) -> list[Message]:
+    """Return a prompt and its answer, which may be a whole conversation that begins with the prompt.
+
+    Raises:
+        ValueError: it begins with another question.
+    """
+    if answer[: len(prompt)] == prompt:
+        return answer
+    if prompt[-1]["role"] == answer[0]["role"] == "user":
+        raise ValueError(
+            "chosen or rejected is a conversation that does not begin with the prompt: leave the prompt out"
+        )
+    return prompt + answer
 
 
 def pair_of(chat: Chat | Text, row: Row, system: str = "") -> Pair:

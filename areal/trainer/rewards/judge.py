@@ -29,7 +29,10 @@ _LONGEST_BACKOFF, _LONGEST_RETRY_AFTER = 30.0, 60.0
 """Maximum seconds between two attempts: by the back-off, and by a server's ``Retry-After``."""
 _SHOWN = 300
 """Maximum number of characters of a reply in an error message."""
-_SCORE = re.compile(r"\bscore\b\W*?[:=]\W*?(-?\d+(?:\.\d+)?)(?!\d|\.\d|\s*/)", re.IGNORECASE)
+_STATED = re.compile(r"\bscore\b\W*?[:=][^\w.,+\-\u2212]*(?=([-+\u2212.,]*\d[^\n]*))", re.IGNORECASE)
+"""What is behind ``Score:``, if it has a digit."""
+_NUMBER = re.compile(r"([-+\u2212]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)(?!\d|[.,]\d|\s*[/%]|e[-+]?\d)", re.IGNORECASE)
+"""A number that is no fraction, percentage, or number with a comma."""
 
 
 class _ReplyMessage(BaseModel):
@@ -62,12 +65,13 @@ def stated_score(text: str) -> float:
     """Return the number behind the last ``Score:`` of a text.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it has another form than ``0.5``, such as ``1/2``, ``50%`` or ``0,5``.
     """
-    scores = _SCORE.findall(text)
-    if not scores:
+    stated = _STATED.findall(text)
+    number = _NUMBER.match(stated[-1]) if stated else None
+    if number is None:
         raise ValueError("no line has the form 'Score: 0.5'")
-    return float(scores[-1])
+    return float(number[1].replace("\u2212", "-"))
 
 
 class Judge:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,9 @@ Verdict = Literal["right", "wrong", "unparsed", "timeouts"]
 
 _START_SECONDS = 120.0
 """Time limit of the start of a process, which imports the main module of the program."""
+_BOXED = re.compile(r"\\boxed\b")
+_BETWEEN = re.compile(r"(?:\s|[,;$&]|\band\b|\bor\b)*")
+"""Text between two boxes that are one answer."""
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
@@ -35,7 +39,8 @@ class MathReward:
 
     Args:
         gold: function from an item to the right answer: LaTeX or a number, such as ``"\\\\frac{1}{2}"``; delimiters are optional.
-        text: function from an answer to its text. The last ``\\boxed{}`` or number, or what is behind "final answer is", is compared.
+        text: function from an answer to its text. The last ``\\boxed{}``, with those directly before it, or number, or what is behind
+            "final answer is", is compared.
         seconds: time limit of a comparison.
         workers: maximum number of processes.
 
@@ -116,7 +121,7 @@ def compare_answers(gold: str, text: str, seconds: float) -> Verdict:
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        found = _parsed(text)
+        found = _parsed(_with_last_boxed(text))
         if not found:
             return "unparsed"
         return "right" if math_verify.verify(right, found, timeout_seconds=None, raise_on_error=True) else "wrong"
@@ -125,6 +130,25 @@ def compare_answers(gold: str, text: str, seconds: float) -> Verdict:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _with_last_boxed(text: str) -> str:
+    """Return a text without its earlier ``\\boxed``, which math-verify would merge with the last. Neighbours are one answer."""
+    begins = [match.start() for match in _BOXED.finditer(text)]
+    begin = begins.pop() if begins else 0
+    while begins and _BETWEEN.fullmatch(text, _end_of_group(text, begins[-1]), begin):
+        begin = begins.pop()
+    return _BOXED.sub("", text[:begin]) + text[begin:]
+
+
+def _end_of_group(text: str, begin: int) -> int:
+    """Return the position behind the first group in braces from ``begin`` on."""
+    depth = 0
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if text[place] == "}" and depth <= 0:
+            return place + 1
+    return len(text)
 
 
 def _parsed(text: str) -> list[Any]:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -32,12 +33,18 @@ _ENVIRONMENT = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREAD
 _SMALLEST_MEMORY = 64 * 2**20
 _SHOWN = 500
 """Maximum number of characters of a process's errors in an error message."""
-_FENCE = re.compile(r"^```(?:python|python3|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"^([ \t]*)```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+"""A fenced block: indentation, language and content. Blocks of other languages match too, so that their ends are no beginnings."""
+_LANGUAGES = ("", "py", "python", "python3")
 
 
 def fenced_program(text: str) -> str | None:
     """Return the last fenced block of Python in a text, or of no language; ``None`` if there is none."""
-    blocks = _FENCE.findall(text)
+    blocks = [
+        textwrap.dedent(content) if indented else content
+        for indented, language, content in _FENCE.findall(text)
+        if language.lower() in _LANGUAGES
+    ]
     return blocks[-1] if blocks else None
 
 

@@ -43,6 +43,8 @@ _FORBIDDEN = {
         "socket": 41,
         "kill": 62,
         "tkill": 200,
+        "rt_sigqueueinfo": 129,
+        "rt_tgsigqueueinfo": 297,
         "ptrace": 101,
         "process_vm_writev": 311,
         "pidfd_send_signal": 424,
@@ -53,6 +55,8 @@ _FORBIDDEN = {
         "socket": 198,
         "kill": 129,
         "tkill": 130,
+        "rt_sigqueueinfo": 138,
+        "rt_tgsigqueueinfo": 240,
         "ptrace": 117,
         "process_vm_writev": 271,
         "pidfd_send_signal": 424,
@@ -61,6 +65,8 @@ _FORBIDDEN = {
 """Numbers of system calls that fail with ``EPERM``."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 """System call that starts a thread or a process."""
+_SIGNAL = {"x86_64": 234, "aarch64": 131}
+"""``tgkill``, by which a process also signals itself, as in ``abort``."""
 _UNKNOWN = (425, 435)
 """``io_uring_setup``, which could make sockets, and ``clone3``, whose flags a filter cannot read, fail with ``ENOSYS``: libc uses others."""
 _CLONE_THREAD = 0x10000
@@ -97,6 +103,12 @@ def _instructions(machine: str) -> Iterator[bytes]:
     for number, error in fails.items():
         yield instruction(_EQUAL, number, if_false=1)
         yield instruction(_RETURN, _FAIL | error)
+    # A signal to this process is allowed.
+    yield instruction(_EQUAL, _SIGNAL[machine], if_false=4)
+    yield instruction(_LOAD, _FIRST_ARGUMENT)
+    yield instruction(_EQUAL, os.getpid(), if_true=1)
+    yield instruction(_RETURN, _FAIL | errno.EPERM)
+    yield instruction(_RETURN, _ALLOW)
     # A thread is allowed, a process is not.
     yield instruction(_EQUAL, _CLONE[machine], if_false=3)
     yield instruction(_LOAD, _FIRST_ARGUMENT)
@@ -141,9 +153,10 @@ def _main() -> None:
     # The program is the main module.
     module = ModuleType("__main__")
     sys.modules["__main__"], sys.argv = module, ["program.py"]
-    exec(compile(job["program"], "program.py", "exec"), vars(module))
+    # Without the future statements of this file.
+    exec(compile(job["program"], "program.py", "exec", dont_inherit=True), vars(module))
     if job["test"]:
-        exec(compile(job["test"], "test.py", "exec"), vars(module))
+        exec(compile(job["test"], "test.py", "exec", dont_inherit=True), vars(module))
         Path(job["passed"]).touch()
 
 

@@ -121,7 +121,7 @@ class Programs:
         spec, params = self.spec, self.params
         settings = optimizer.scalars(self._optimizer(config).param_groups[0])
         counts = ShapeDtypeStruct((len(params),), jnp.int32)
-        values = ShapeDtypeStruct((len(settings),), spec.numbers.master)
+        values = ShapeDtypeStruct((len(settings),), spec.numbers.updates)
         with spec.numbers.enabled():
             arguments = (params, params, self.moments(config), counts, values)
             return optimizer._update.lower(

@@ -151,7 +151,7 @@ class FactorStacks:
 
     def _stacked(self, adapters: Sequence[Adapter], shape: _StackShape) -> StackedFactors:
         arrays = {
-            name: np.zeros(dimensions, self._spec.numbers.factors)
+            name: np.zeros(dimensions, self._spec.numbers.updates)
             for kind in sorted(shape.kinds)
             for name, dimensions in self._shapes(kind, shape)
         }

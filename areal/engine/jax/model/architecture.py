@@ -20,6 +20,12 @@ from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT, value_bias
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that the engine computes."""
 
+_WINDOW_OF_ALL_LAYERS = frozenset({"mistral", "qwen3_moe"})
+_WINDOW_BY_KIND = frozenset({"qwen2", "qwen3"})
+"""Families whose layers have the window, all of them or those that ``layer_types`` names. Others ignore both fields."""
+
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LAYER = "model.layers.*."
 """Prefix of the arrays with one row for each layer."""
@@ -89,18 +95,13 @@ class Architecture:
         # The frequencies as the family's own module computes them, whatever scaling its configuration names.
         with torch.device("cpu"):
             rotary = type(decoder.rotary_emb)(config)
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        # Mistral has no list of kinds: all of its layers have the window.
-        window = int(getattr(config, "sliding_window", None) or UNLIMITED)
-        if getattr(config, "layer_types", None) is None and window < UNLIMITED:
-            kinds = ["sliding_attention"] * config.num_hidden_layers
         return cls(
             n_layers=config.num_hidden_layers,
             n_heads=config.num_attention_heads,
             n_kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             eps=config.rms_norm_eps,
-            windows=tuple(window if kind == "sliding_attention" else UNLIMITED for kind in kinds),
+            windows=_windows(config),
             inv_freq=tuple(rotary.inv_freq.double().tolist()),
             rope_scale=float(rotary.attention_scaling),
             pad_token_id=decoder.embed_tokens.padding_idx,
@@ -158,6 +159,12 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             f"mlp_only_layers = {config.mlp_only_layers}, decoder_sparse_step = {config.decoder_sparse_step}: the JAX engine runs "
             "layers of one kind; choose 'fsdp' for dense layers among layers with experts"
         )
+    rope = config.rope_parameters.get("rope_type")
+    if rope in _BATCH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"rope_type = {rope!r}: its frequencies depend on the longest sequence beside a token, so that the "
+            "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
+        )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -192,6 +199,17 @@ def parameters_of(hf: PreTrainedModel, *, value_head: bool) -> dict[str, Paramet
 def stacked_name(name: str) -> str:
     """Return the name of the array that has a parameter of transformers, or one of its rows."""
     return re.sub(r"^model\.layers\.\d+\.", LAYER, name)
+
+
+def _windows(config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the window of each layer. Extra fields of a configuration that its family ignores have no effect."""
+    n_layers, family = config.num_hidden_layers, config.model_type
+    if family not in _WINDOW_OF_ALL_LAYERS | _WINDOW_BY_KIND:
+        return (UNLIMITED,) * n_layers
+    window = int(config.sliding_window or UNLIMITED)
+    if family in _WINDOW_OF_ALL_LAYERS:
+        return (window,) * n_layers
+    return tuple(window if kind == "sliding_attention" else UNLIMITED for kind in config.layer_types)
 
 
 def _experts(config: PretrainedConfig) -> ExpertSizes | None:

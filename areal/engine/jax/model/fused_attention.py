@@ -21,6 +21,9 @@ from areal.engine.jax.model.architecture import UNLIMITED, Architecture
 from areal.engine.jax.model.attention import BLOCK, Visibility
 from areal.engine.jax.model.products import Numbers
 
+GPUS = ("gpu", "cuda", "rocm")
+"""Platforms of GPUs, as JAX names them."""
+
 _LARGEST_BLOCK = 512
 """Queries, and keys, that the kernel of a TPU computes together at most."""
 
@@ -55,7 +58,7 @@ def kernel_for(platform: str, arch: Architecture, numbers: Numbers, cp: int) -> 
     window = None if arch.windows[0] == UNLIMITED else arch.windows[0]
     if platform == "tpu":
         return Kernel("splash", window)
-    return Kernel("triton") if platform in ("gpu", "cuda", "rocm") and window is None else None
+    return Kernel("triton") if platform in GPUS and window is None else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

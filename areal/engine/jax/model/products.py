@@ -34,8 +34,8 @@ class Numbers:
     reduce: str
 
     @property
-    def factors(self) -> jnp.dtype:
-        """Dtype of the factors of adapters: float32, or float64 with float64 parameters."""
+    def updates(self) -> jnp.dtype:
+        """Dtype of factors of adapters, and of the arithmetic of optimizers: float32, or float64 with float64 parameters."""
         return jnp.promote_types(self.master, jnp.float32)
 
     @property

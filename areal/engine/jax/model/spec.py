@@ -18,7 +18,7 @@ from areal.engine.jax.lora.contribution import FactorUse
 from areal.engine.jax.mesh import STREAMS, bounds, gathered_spec, row_spec, stored_spec, ways
 from areal.engine.jax.model.architecture import LAYER, Architecture
 from areal.engine.jax.model.attention import block_on
-from areal.engine.jax.model.fused_attention import Kernel, kernel_for
+from areal.engine.jax.model.fused_attention import GPUS, Kernel, kernel_for
 from areal.engine.jax.model.products import Numbers, WeightUse
 
 Params = Mapping[str, Array]
@@ -58,9 +58,18 @@ class ModelSpec:
             arch: the decoder.
             mesh: devices of all ranks. Their platform may have a kernel.
             keep_bytes: memory for logits, unless the configuration says.
+
+        Raises:
+            ValueError: ``deterministic`` on a GPU, where XLA has a switch of the process for it.
         """
+        platform = mesh.devices.flat[0].platform
+        if config.deterministic and platform in GPUS:
+            raise ValueError(
+                "deterministic = True with backend = 'jax:...' on a GPU: XLA reads this switch when a process starts; set "
+                "XLA_FLAGS=--xla_gpu_deterministic_ops=true in its environment, and leave deterministic out"
+            )
         numbers = Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype)
-        kernel = kernel_for(mesh.devices.flat[0].platform, arch, numbers, config.dims.cp)
+        kernel = kernel_for(platform, arch, numbers, config.dims.cp)
         keep = config.kept_logits_bytes
         return cls(
             arch,

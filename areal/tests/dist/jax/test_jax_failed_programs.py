@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,17 @@ def last() -> bool:
     return world().rank == world().size - 1
 
 
-def failing(program: str, *, consumes: bool) -> Any:
-    """Return the context in which a compiled program fails with an error of a runtime: before it consumes its arguments, or after."""
+def failing(program: str, *, consumes: bool, error: BaseException | None = None) -> Any:
+    """Return the context in which a compiled program fails, by default with an error of a runtime.
+
+    ``consumes``: after it has consumed its arguments, not before.
+    """
     original = pkgutil.resolve_name(f"areal.engine.jax.{program}")
 
     def run(*args: Any) -> Any:
         if consumes:
             original(*args)
-        raise ValueError("RESOURCE_EXHAUSTED: out of memory")
+        raise error or ValueError("RESOURCE_EXHAUSTED: out of memory")
 
     return mock.patch(f"areal.engine.jax.{program}", run)
 
@@ -118,6 +122,36 @@ def test_failed_forward_and_backward_leave_a_usable_engine(program: str, consume
         with pytest.raises(RuntimeError, match="no gradient is pending"):
             engine.optimizer_step()
         assert_equal_steps(engine, untouched, 3)
+
+
+@pytest.mark.parametrize("backend", [layout("jax:d1")])
+def test_interrupts_lose_nothing_silently(backend: str, tmp_path: Path) -> None:
+    def interrupted(program: str, run: Callable[[], Any], *, consumes: bool) -> None:
+        interrupt = failing(program, consumes=consumes, error=KeyboardInterrupt())
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            run()
+
+    with started(backend) as engine:
+        # A backward, or the clipping, without the gradients that were pending.
+        for program, run in (
+            ("bridge._pull", lambda: pending(engine, 2)),
+            ("model_arrays._scaled", engine.optimizer_step),
+        ):
+            pending(engine, 1)
+            interrupted(program, run, consumes=True)
+            with pytest.raises(RuntimeError, match="no gradient is pending"):
+                engine.optimizer_step()
+        # An update that has not begun, and one without its results.
+        pending(engine, 1)
+        interrupted("optimizer._update", engine.optimizer_step, consumes=False)
+        assert engine.optimizer_step().grad_norm == pytest.approx(OPTIMIZER.gradient_clipping, 1e-4)
+        pending(engine, 1)
+        interrupted("optimizer._update", engine.optimizer_step, consumes=True)
+        with pytest.raises(EngineLostError, match=rf"weights and optimizer state are lost.*{LOST}"):
+            engine.save(SaveLoadMeta(tmp_path / "run", weight_format="dcp"))
+        with pytest.raises(RuntimeError, match="the engine cannot be used"):
+            engine.forward_batch([])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("backend", [layout("jax:d2")])

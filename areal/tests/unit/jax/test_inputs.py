@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.api import IGNORE_INDEX, MicroBatchSpec
+from areal.api.batch import OutputName
 from areal.engine.jax.inputs import LocalStreams, Sizes, StreamInputs, bucket, row_bucket, walk
 from areal.engine.jax.model.attention import BLOCK
 from areal.utils.data import plan_batch
@@ -96,6 +97,19 @@ def test_ranks_with_fewer_targets_get_as_many_as_the_others() -> None:
     computed = torch.arange(96.0).view(32, 3)
     assert torch.equal(one.result("logprobs", computed), computed[:5, 0])
     assert torch.equal(three.result("logprobs", computed), computed[:5])
+
+
+@pytest.mark.parametrize("outputs", [("logprobs",), ("logprobs", "values")])
+def test_outputs_of_wanted_tokens_stay_on_their_device(outputs: tuple[OutputName, ...]) -> None:
+    batch = [{"input_ids": torch.arange(5), "output_mask": torch.arange(5) > 2}]
+    (mb,) = (
+        plan_batch(batch, MicroBatchSpec())
+        .build(n_mbs=1, device=torch.device("cpu"), padded_length=None, layout=None, adapters=())
+        .mbs
+    )
+    inputs = StreamInputs(mb, outputs, 1.0)
+    result = inputs.result("logprobs", torch.zeros(32, device="meta"))
+    assert (result.device.type, result.shape) == ("meta", (5,))
 
 
 def test_streams_of_a_process_are_one_micro_batch() -> None:

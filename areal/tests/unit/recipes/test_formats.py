@@ -54,6 +54,10 @@ def test_pairs() -> None:
     assert pair_messages({"prompt": "1+1?", "chosen": "2", "rejected": "3"}) == expected
     assert pair_messages({"prompt": [USER], "chosen": [ANSWER], "rejected": [wrong]}) == expected
     assert pair_messages({"chosen": [USER, ANSWER], "rejected": [USER, wrong]}) == expected
+    # Whole conversations beside their prompt.
+    assert pair_messages({"prompt": "1+1?", "chosen": [USER, ANSWER], "rejected": [USER, wrong]}) == expected
+    with pytest.raises(ValueError, match="does not begin with the prompt: leave the prompt out"):
+        pair_messages({"prompt": "1+2?", "chosen": [USER, ANSWER], "rejected": [USER, wrong]})
     chat = Chat(character_tokenizer())
     pair = pair_of(chat, {"chosen": [USER, ANSWER], "rejected": [USER, wrong]})
     assert pair.prompt == chat.prompt([USER])

@@ -19,6 +19,8 @@ from areal.trainer.rewards import Judge, decoded
 from areal.trainer.rewards.judge import UnscoredReply, stated_score
 from areal.trainer.rollout import Plan, Runner, SingleTurn
 
+STATED = [("Score: .5", 0.5), ("Score: -.5", -0.5), ("Score: \u22120.5", -0.5), ("Score: 1e-3", 0.001)]
+
 
 def ask(item: Any, text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Question {item}, answer {text}: write 'Score: ' and a number."}]
@@ -239,13 +241,21 @@ def test_judge_is_the_reward_of_an_episode() -> None:
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [("Score: 1", 1.0), ("score = -0.5.", -0.5), ("Score: 2\nnow\n**Score:** 7", 7.0), ("SCORE: 0.25\n", 0.25)],
+    [
+        ("Score: 1", 1.0),
+        ("score = -0.5.", -0.5),
+        ("Score: 2\nnow\n**Score:** 7", 7.0),
+        ("SCORE: 0.25\n", 0.25),
+        *STATED,
+    ],
 )
 def test_stated_score(text: str, score: float) -> None:
     assert stated_score(text) == score
 
 
-@pytest.mark.parametrize("text", ["", "scores: 3", "Score: high", "Score: 7/10", "0.5"])
+@pytest.mark.parametrize(
+    "text", ["", "scores: 3", "Score: high", "Score: 7/10", "0.5", "Score: 0,5", "Score: 1. Score: 85 %"]
+)
 def test_text_without_a_stated_score(text: str) -> None:
     with pytest.raises(ValueError, match="no line has the form"):
         stated_score(text)

@@ -16,6 +16,12 @@ from areal.tests.harness.limits import promptly
 from areal.trainer.rewards.python_checker import PythonChecker, fenced_program
 from areal.trainer.rollout import RewardPool
 
+SIGNAL = """
+import ctypes, os, platform
+libc = ctypes.CDLL(None)
+number = {{"x86_64": 234, "aarch64": 131}}[platform.machine()]  # tgkill
+assert libc.syscall(number, {0}, {0}, 0) == 0 or libc.sigqueue({0}, 0, None) == 0
+"""
 DOUBLE = [("1\n2\n", "2\n4\n"), ("5", "10")]
 
 
@@ -65,8 +71,9 @@ def test_pairs_of_input_and_output() -> None:
         ("import os\nos._exit(0)", 0.0),
         ("def add(a, b) return", 0.0),
         ("def add(a, b): return a + b\nif __name__ != '__main__': raise ValueError", 1.0),
+        ("def add(a: List[int], b): return a + b", 0.0),
     ],
-    ids=["right", "wrong", "exits", "exits at once", "syntax", "main"],
+    ids=["right", "wrong", "exits", "exits at once", "syntax", "main", "unknown annotation"],
 )
 def test_code_after_the_program(program: str, reward: float) -> None:
     """A program that ends before its tests has not passed them."""
@@ -89,6 +96,7 @@ def test_code_after_the_program(program: str, reward: float) -> None:
         ("import subprocess\nsubprocess.run(['sleep', '100'])", "failed"),
         ("import os\nos.setsid()", "failed"),
         ("import os\nos.kill(os.getppid(), 0)", "failed"),
+        (SIGNAL.format("os.getppid()"), "failed"),
         ("import socket\nsocket.socket()", "failed"),
     ],
 )
@@ -111,6 +119,9 @@ def test_what_a_program_may_do() -> None:
         thread.start(); thread.join()
         open("kept", "w").write("x" * 1000)
         socket.socketpair()
+        import signal
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        signal.raise_signal(signal.SIGUSR1)
         print(os.getcwd(), file=open(os.path.join(os.getcwd(), "name"), "w"))
     """
     os.environ["A_SECRET"] = "1"
@@ -161,6 +172,9 @@ def test_answers_without_a_program_are_counted() -> None:
     assert checker({}, [{"role": "assistant", "content": "I cannot."}]) == 0
     assert checker.counts["no_program"] == 1
     assert fenced_program("```python\na\n```\nor\n```\nb\n```\nor\n```sh\nc\n```\n") == "b\n"
+    # The end of a block in another language begins none.
+    assert fenced_program("```sh\na\n```\nThen:\n```Python\nb\n```\nIt prints\n```text\n1\n```\n") == "b\n"
+    assert fenced_program("1. So:\n   ```python\n   if a:\n       b\n   ```\n") == "if a:\n    b\n"
 
 
 def test_failures_that_are_not_the_programs_raise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

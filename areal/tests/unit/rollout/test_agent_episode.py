@@ -15,7 +15,7 @@ import pytest
 
 from areal.inference.gateway import AgentProgram, Gateway
 from areal.inference.protocol import Sampling
-from areal.tests.harness.limits import PROMPTLY
+from areal.tests.harness.limits import PROMPTLY, promptly
 from areal.tests.unit.inference.gateway.programs import USER, Model, ask, run, tokenizer, written
 from areal.trainer.rollout import Plan, Runner, Sequence
 from areal.trainer.rollout.agent_episode import AgentEpisode
@@ -101,6 +101,14 @@ time.sleep(600)
     for pid in (tmp_path / "pids").read_text().split():
         with pytest.raises(ProcessLookupError):
             _wait_for_end(int(pid))
+
+
+def test_program_has_ended_although_its_children_run() -> None:
+    program = AgentProgram(["sh", "-c", "sleep 600 & echo $!"])
+    with promptly():
+        child = int(asyncio.run(program("http://nowhere", ITEM)))
+    with pytest.raises(ProcessLookupError):
+        _wait_for_end(child)
 
 
 def _wait_for_end(pid: int) -> None:

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 from areal.inference.gateway import Gateway, http_routes
+from areal.inference.gateway.text_request import TextRequest
 from areal.inference.protocol import Sampling
 from areal.tests.harness.limits import PROMPTLY
 from areal.tests.unit.inference.gateway.programs import (
@@ -30,6 +31,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"presence_penalty": 0.5}, 400, "unsupported_value"),
     ({"logit_bias": {"5": 1}}, 400, "unsupported_value"),
     ({"min_tokens": 2}, 400, "unsupported_value"),
+    ({"add_special_tokens": True}, 400, "unsupported_value"),
     ({"response_format": {"type": "json_object"}}, 400, "unsupported_value"),
     ({"tools": TOOLS, "tool_choice": "required"}, 400, "unsupported_value"),
     ({"parallel_tool_calls": False}, 400, "unsupported_value"),
@@ -112,6 +114,14 @@ def test_texts_and_tokens_are_continued() -> None:
         assert [len(each.segments) for each in session.sequences()] == [2, 4]
 
     run(work)
+
+
+def test_special_tokens_before_a_text_are_those_of_the_request() -> None:
+    def tokenize(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [0, 5] if add_special_tokens else [5]}
+
+    for wanted, expected in ((None, [0, 5]), (True, [0, 5]), (False, [5])):
+        assert TextRequest(prompt="a", add_special_tokens=wanted).prompts(tokenize) == [expected]
 
 
 def test_token_route_answers_with_ids_log_probs_and_versions() -> None:
