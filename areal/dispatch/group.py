@@ -223,6 +223,7 @@ class WorkerGroup(DispatchedVerbs):
         size = processes.world_size
         if self._executor.lost is not None or self._calls.generation == self._executor.generation:
             self._executor.restart(size)
+            self._calls.take_rank_layouts(None)
         elif size != self._executor.size:
             raise ValueError(
                 f"layout = {str(config.dims)!r} has {_count(config.dims, processes)}, and the processes that another group has restarted are "
@@ -234,7 +235,7 @@ class WorkerGroup(DispatchedVerbs):
         self.initialize(self._spec)
         # An asynchronous save that a loss has interrupted was never published.
         published = [meta for meta in self._checkpoints if Path(meta.path).exists()]
-        for meta in (published or self._checkpoints)[-1:]:
+        for meta in (published or [meta for meta in self._checkpoints if not meta.asynchronous])[-1:]:
             self.load(meta)
 
     def _on_layout(self, layout: str) -> TrainEngineConfig:

@@ -96,7 +96,12 @@ class StoredSample(dict[str, Any]):
         return place if place is not None and place.has(value, executor) else None
 
     def keep(self, value: Tensor, **place: Any) -> None:
-        """Note the place of a tensor, and forget those of tensors that the driver does not have any more."""
+        """Note the place of a tensor, and forget those of tensors that the driver does not have any more.
+
+        Tensors of the inference mode do not count their changes in place. They have no place, and are sent with each call.
+        """
+        if value.is_inference():
+            return
         if len(self.places) > 2 * len(self):
             for key, other in list(self.places.items()):
                 if other.tensor() is None:
@@ -105,8 +110,8 @@ class StoredSample(dict[str, Any]):
 
 
 def _version(x: Tensor) -> int:
-    """Return the counter of changes in place. Tensors of the inference mode have none."""
-    return 0 if x.is_inference() else x._version
+    """Return the counter of changes in place."""
+    return x._version
 
 
 # ---- in the driver
@@ -115,7 +120,7 @@ def _version(x: Tensor) -> int:
 def put_samples(samples: list[S], executor: Executor) -> list[S]:
     """Return the samples with all their tensors in the store. Those that are there already are not put again.
 
-    A rank in this process reads the samples themselves.
+    Tensors of the inference mode are not put: they travel with each call. A rank in this process reads the samples themselves.
 
     Raises:
         ValueError: the batch is not a list of samples, or cannot be sent.
@@ -149,7 +154,7 @@ def _pieces(
         missing = {
             key: value
             for key, value in sample.items()
-            if isinstance(value, Tensor) and sample.place_of(value, executor) is None
+            if isinstance(value, Tensor) and not value.is_inference() and sample.place_of(value, executor) is None
         }
         if missing:
             piece.append((sample, missing))

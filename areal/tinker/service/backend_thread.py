@@ -13,7 +13,34 @@ from areal.tinker.backends.errors import BackendLostError, ServerError, UserErro
 
 _T = TypeVar("_T")
 
+EndTurn = Callable[[], None]
+"""Ends a turn of the backend. A second call does nothing."""
+
 logger = logging.getLogger(__name__)
+
+
+class BackendTurns:
+    """Turns of the backend, one at a time."""
+
+    def __init__(self) -> None:
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def take(self) -> EndTurn:
+        """Wait until the backend is idle, and take it. Returns the function that ends this turn."""
+        while not self._idle.is_set():
+            await self._idle.wait()
+        self._idle.clear()
+        ended = False
+
+        def end() -> None:
+            # Another turn may have begun since the first call.
+            nonlocal ended
+            if not ended:
+                ended = True
+                self._idle.set()
+
+        return end
 
 
 class BackendThread:

@@ -104,7 +104,9 @@ class Intake:
         if request.seq_id != model.next_seq:
             if full:
                 raise BusyError(f"{model.queued()} requests of {model.id} wait: try again later")
-            self._quotas.check_queue(owner, self._futures.queued_tokens[owner], tokens)
+            # Clients send the first chunk of a pass after the others, which must not be refused while they wait for it.
+            if not model.has_gap():
+                self._quotas.check_queue(owner, self._futures.queued_tokens[owner], tokens)
         # The number is taken before anything can run in between: old clients send none.
         entry = Entry("", request, seq=model.number(request.seq_id))
         model.arriving += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from areal.tinker.backends.backend import TrainingBackend
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
-from areal.tinker.service.backend_thread import BackendThread
+from areal.tinker.service.backend_thread import BackendThread, BackendTurns, EndTurn
 from areal.tinker.service.checkpoints import CheckpointRegistry, lost_message
 from areal.tinker.service.order import Entry, LiveModel, Order
 from areal.tinker.service.recovery.recovery import Recovery
@@ -62,8 +62,7 @@ class Training:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.tokens = 0
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._turns = BackendTurns()
         self._doomed: deque[LiveModel] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._dispatcher: asyncio.Task[None] | None = None
@@ -86,6 +85,7 @@ class Training:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._thread.stop()
+        await self._recovery.forget_begun()
 
     @property
     def backend_error(self) -> str | None:
@@ -141,38 +141,33 @@ class Training:
     async def _run_next(self) -> bool:
         """Release an adapter, or run the requests of one call. Returns False if nothing is ready."""
         # One call of the backend at a time; what follows a call does not hold back other models.
-        await self._take_turn()
+        end_turn = await self._turns.take()
         if self._doomed:
             await self._release_adapter(self._doomed.popleft())
-            self._idle.set()
+            end_turn()
             return True
         if (asleep := self.order.next_asleep()) is not None:
-            self._spawn(self._restore(asleep))
+            self._spawn(self._restore(asleep, end_turn))
             return True
         batched = self._backend.batches_models()
         group = self.order.next_group(MAX_MODELS_PER_CALL if batched else 1)
         if not group:
-            self._idle.set()
+            end_turn()
             return False
         for model, entry in group:
             model.running = (entry.request_id,)
-        self._spawn(self._run_group(group))
+        self._spawn(self._run_group(group, end_turn))
         return True
 
-    async def _take_turn(self) -> None:
-        """Wait until the backend is idle, and take it until :meth:`end_turn`."""
-        while not self._idle.is_set():
-            await self._idle.wait()
-        self._idle.clear()
-
-    async def _run_group(self, group: list[tuple[LiveModel, Entry]]) -> None:
+    async def _run_group(self, group: list[tuple[LiveModel, Entry]], end_turn: EndTurn) -> None:
         """Run the requests of one turn."""
         started = time.monotonic()
         try:
+            await self._recovery.note_begun(group)
             if group[0][1].request.batched:
                 await self._run_batch(group)
             else:
-                await self._run_one(*group[0])
+                await self._run_one(*group[0], end_turn)
         except BackendLostError as error:
             await self._lose_models(str(error), group)
         except Exception:
@@ -184,7 +179,7 @@ class Training:
             for model, _ in group:
                 model.running = ()
             self.seconds[group[0][1].kind] += time.monotonic() - started
-            self.end_turn()
+            end_turn()
 
     async def _run_batch(self, group: list[tuple[LiveModel, Entry]]) -> None:
         """Run requests of one or more models in one call."""
@@ -217,10 +212,10 @@ class Training:
                 model.losses.append((entry.seq, columns["loss"], columns["tokens"]))
             self._spawn(self._finish(entry, result, **columns))
 
-    async def _run_one(self, model: LiveModel, entry: Entry) -> None:
+    async def _run_one(self, model: LiveModel, entry: Entry, end_turn: EndTurn) -> None:
         """Run a request that changes one model, or writes it to a folder."""
         try:
-            result = await self._execute(model, entry)
+            result = await self._execute(model, entry, end_turn)
         except BackendLostError:
             raise
         except Exception as error:
@@ -238,7 +233,7 @@ class Training:
         finally:
             self._release(model)
 
-    async def _execute(self, model: LiveModel, entry: Entry) -> Any:
+    async def _execute(self, model: LiveModel, entry: Entry, end_turn: EndTurn = lambda: None) -> Any:
         """Run a request alone, and note whether gradients wait afterwards. A model that is restored keeps the backend."""
         request = entry.request
         if request.changes_model:
@@ -257,7 +252,7 @@ class Training:
                 registry=self._registry,
                 samplers=self._samplers,
                 thread=self._thread,
-                end_turn=(lambda: None) if model.asleep else self.end_turn,
+                end_turn=end_turn,
                 store_state=partial(self._recovery.store_state, model),
                 release_model=partial(self._release_model, model),
             )
@@ -270,38 +265,38 @@ class Training:
 
     async def _store(self, model: LiveModel, seq: int) -> None:
         """Store a model from which a restart goes on after the request with the number ``seq``."""
-        await self._take_turn()
+        end_turn = await self._turns.take()
         try:
             await self._recovery.store(model, seq)
         except BackendLostError as error:
             await self._lose_models(str(error))
         finally:
-            self.end_turn()
+            end_turn()
 
-    async def _restore(self, model: LiveModel) -> None:
-        """Restore a model. The backend, which is taken, does nothing else meanwhile."""
+    async def _restore(self, model: LiveModel, end_turn: EndTurn) -> None:
+        """Restore a model in a turn, in which the backend does nothing else."""
         head, model.busy = model.head(), True
         try:
+            await self._recovery.note_begun([(model, head)] if head else [])
             await self._recovery.restore(model, self._execute)
+            await self._recovery.forget_begun()
         except BackendLostError as error:
             await self._lose_models(str(error), [(model, head)] if head else [])
         except Exception as error:
             logger.error("%s could not be restored", model.id, exc_info=error)
             await self._lose_model(model, f"it could not be restored: {error}")
         finally:
-            self.end_turn()
+            end_turn()
         if model.loaded and not model.asleep:
             await self._store(model, model.next_seq - 1)
         self._release(model)
-        self._wake.set()
 
     async def save_timed_out(self, model: LiveModel) -> str | None:
         """Save a checkpoint of a model whose client is away. Returns its path; ``None`` if there is nothing to save, or no room."""
         if not self._settings.recovery or model.next_seq <= 1:
             return None
         if model.asleep:
-            await self._take_turn()
-            await self._restore(model)
+            await self._restore(model, await self._turns.take())
         return None if model.closed is not None or model.asleep else await self._recovery.save_timed_out(model)
 
     # ------------------------------------------------------------------ help
@@ -326,6 +321,7 @@ class Training:
     async def _lose_models(self, error: str, interrupted: Sequence[tuple[LiveModel, Entry]] = ()) -> None:
         """Start the backend again after its loss. All models are restored before their next request, unless that is the cause of the loss."""
         logger.error("the backend is lost: %s", error)
+        await self._recovery.forget_begun()
         lost = [] if self._settings.recovery else list(self.order.models.values())
         for model in self.order.models.values():
             model.in_backend = False
@@ -365,19 +361,16 @@ class Training:
         again = entry.request.uses_gradients
         await self._futures.fail([entry.request_id], message, "user" if user else "server", runs_again=again)
 
-    def end_turn(self) -> None:
-        """Let other models have their turns."""
-        self._idle.set()
-        self._wake.set()
-
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _release(self, model: LiveModel) -> None:
+        """Let the next request of a model run."""
         model.release()
         self._watch_gap(model)
+        self._wake.set()
 
     def _watch_gap(self, model: LiveModel) -> None:
         """Start or stop the time for which requests wait for a missing one."""

@@ -240,3 +240,41 @@ def test_restart_without_a_checkpoint_has_the_first_version() -> None:
         group.restart()
         assert group.version == 0
         assert group.run(lambda engine, shard: engine.version) == [0]
+
+
+class FailingOnce(InProcess):
+    """A process in which an engine is not initialized after the first restart."""
+
+    def start(self, what: str, work: Any, arguments: Any) -> Future[list[Reply]]:
+        if what != "initialize" or self.generation != 1:
+            return super().start(what, work, arguments)
+        future: Future[list[Reply]] = Future()
+        future.set_result([Reply(kind="RuntimeError", text="out of memory")])
+        return future
+
+
+@pytest.mark.world(1)
+def test_restart_after_one_that_failed_replaces_the_processes_again() -> None:
+    executor = FailingOnce()
+    with WorkerGroup(config("fsdp:d1"), executor) as group:
+        group.initialize(FinetuneSpec(total_train_steps=10))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            group.restart()
+        with pytest.raises(RuntimeError, match="cannot be used"):
+            group.zero_grad()
+        group.restart()
+        assert executor.generation == 2
+        group.zero_grad()
+
+
+@pytest.mark.world(1)
+def test_restart_without_a_published_checkpoint_begins_again(tmp_path: Path) -> None:
+    with WorkerGroup(config("fsdp:d1")) as group:
+        group.initialize(FinetuneSpec(total_train_steps=10))
+        group.set_version(3)
+        group.save(SaveLoadMeta(tmp_path / "only", weight_format="dcp", asynchronous=True))
+        group.wait_for_checkpoint()
+        # As if the process had died before the rename.
+        (tmp_path / "only").rename(tmp_path / "draft")
+        group.restart()
+        assert group.version == 0

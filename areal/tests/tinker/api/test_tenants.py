@@ -297,11 +297,12 @@ def test_quota_of_queued_tokens(tmp_path: Path) -> None:
             given = {"data": [datum] * count, "loss_fn": "cross_entropy"}
             return {"model_id": model, "seq_id": seq, "forward_backward_input": given}
 
-        # Two requests wait for the first. A third has no room, but the one that they wait for is always accepted.
-        waiting = [await ann.post("forward_backward", **request(seq)) for seq in (2, 3)]
-        answer = await ann.send("POST", f"{API}/forward_backward", request(4))
+        # Requests that wait for the first are accepted, and so is the first. Those of another model have no room.
+        waiting = [await ann.post("forward_backward", **request(seq)) for seq in (2, 3, 4)]
+        other = await ann.model(session, 1)
+        answer = await ann.send("POST", f"{API}/forward_backward", request(2) | {"model_id": other})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        assert "with 6 tokens wait or run, and the quota is 8" in answer.json()["error"]
+        assert "with 9 tokens wait or run, and the quota is 8" in answer.json()["error"]
         prompt = {
             "prompt": {"chunks": [{"tokens": [1, 2]}]},
             "base_model": "base",
@@ -312,7 +313,6 @@ def test_quota_of_queued_tokens(tmp_path: Path) -> None:
         await ann.done("forward_backward", **request(1))
         for submitted in waiting:
             await ann.post("retrieve_future", request_id=submitted["request_id"])
-        await ann.done("forward_backward", **request(4))
         await ann.done("asample", **prompt)
         # One that can never run is refused for good.
         error = await ann.failed("forward_backward", **request(5, count=3))

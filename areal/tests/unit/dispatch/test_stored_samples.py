@@ -170,6 +170,16 @@ def test_only_new_and_changed_tensors_are_put(simulated_ray: SimulatedRay) -> No
         assert same(seen, [dict(sample) for sample in added])
 
 
+def test_tensors_of_the_inference_mode_travel_with_each_call(simulated_ray: SimulatedRay) -> None:
+    """Their changes in place are not counted."""
+    with recording_group(simulated_ray) as (group, engines):
+        with torch.inference_mode():
+            stored = group.put(samples_of([100] * 4))
+            stored[0]["loss_mask"].zero_()
+        group.forward_batch(group.put(stored))
+        assert same(engines[0].seen[0], [dict(stored[i]) for i in (0, 2)])
+
+
 def test_tensors_that_are_not_in_the_store_travel_with_the_call(simulated_ray: SimulatedRay) -> None:
     """So do values that are no tensors, and samples that were never put."""
     with recording_group(simulated_ray) as (group, engines):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, bindparam, select, update
 
 from areal.tinker.backends.prepared import decode_request
 from areal.tinker.service.checkpoints import spec_of
@@ -29,7 +29,7 @@ class Survivor:
 
 
 async def find_survivors(database: Database, recovers: bool) -> tuple[list[Survivor], dict[str, str]]:
-    """Return the models of live sessions that can be restored, and count the attempts at their next requests.
+    """Return the models of live sessions that can be restored, and count the ends of servers that have interrupted their requests.
 
     Args:
         recovers: whether models are restored at all.
@@ -54,7 +54,21 @@ def _survivors(connection: Connection) -> tuple[list[Survivor], dict[str, str]]:
             survivors.append(_survivor(connection, row))
         except (LookupError, ValueError) as error:
             reasons[row["id"]] = f"the server was restarted, and {error}"
+    # No request has begun in this server.
+    forget_begun(connection)
     return survivors, reasons
+
+
+def note_begun(connection: Connection, seqs: Mapping[str, int]) -> None:
+    """Note, by model, the number of the request that is about to run, or for which the model is restored."""
+    chosen = update(models).where(models.c.id == bindparam("model")).values(begun_seq=bindparam("seq"))
+    if seqs:
+        connection.execute(chosen, [{"model": model_id, "seq": seq} for model_id, seq in seqs.items()])
+
+
+def forget_begun(connection: Connection) -> None:
+    """Forget which requests have begun."""
+    connection.execute(update(models).where(models.c.begun_seq.is_not(None)).values(begun_seq=None))
 
 
 def _survivor(connection: Connection, row: Any) -> Survivor:
@@ -85,15 +99,18 @@ def _survivor(connection: Connection, row: Any) -> Survivor:
         name = f"its request with seq_id {each.seq_id} ({each.kind})"
         if each.attempts is None:
             raise LookupError(f"the content of {name} is not stored")
-        if each.attempts + 1 >= MAX_ATTEMPTS:
-            raise LookupError(f"{name} was unfinished when {MAX_ATTEMPTS} servers in a row ended: it may be the cause")
+        # A request that had not begun is not the cause of the end.
+        interrupted = each.seq_id == model.next_seq == row["begun_seq"]
+        attempts = each.attempts + interrupted
+        if attempts >= MAX_ATTEMPTS:
+            raise LookupError(f"{name} had begun when {MAX_ATTEMPTS} servers ended: it may be the cause")
         mine = journal.c.request_id == each.request_id
         content = connection.execute(select(journal.c.content).where(mine)).scalar_one()
         entry = decode_entry(each.request_id, each.seq_id, bytes(content))
-        entry.attempts = each.attempts
+        entry.attempts = attempts
         survivor.entries.append(entry)
-        if each.seq_id == model.next_seq:
-            connection.execute(update(journal).where(mine).values(attempts=each.attempts + 1))
+        if interrupted:
+            connection.execute(update(journal).where(mine).values(attempts=attempts))
     if row["snapshot_uid"] is None and not any(each.seq_id == 0 and each.attempts is not None for each in rows):
         raise LookupError("neither a snapshot nor the creation of the model is stored")
     return survivor

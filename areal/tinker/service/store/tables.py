@@ -70,6 +70,7 @@ models = Table(
     Column("last_request", Float, nullable=False),
     Column("snapshot_uid", String(64)),  # of the folder from which a restart restores the model
     Column("snapshot_seq", BigInteger),  # number of the last request that the snapshot contains
+    Column("begun_seq", BigInteger),  # number of the last request that has begun in this server
 )
 
 futures = Table(
@@ -104,7 +105,7 @@ journal = Table(
     Column("model_id", String(128), nullable=False),
     Column("seq_id", BigInteger, nullable=False),
     Column("content", LargeBinary, nullable=False),
-    Column("attempts", Integer, nullable=False),  # servers that have ended before the request did
+    Column("attempts", Integer, nullable=False),  # servers that have ended after the request had begun
 )
 """Requests of live models that are not in a snapshot: those that wait, and those to run again after a restart."""
 

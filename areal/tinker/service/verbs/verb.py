@@ -42,7 +42,7 @@ class RequestTurn:
         registry: checkpoints.
         samplers: sampling sessions.
         thread: thread of the backend.
-        end_turn: lets other models have their turns.
+        end_turn: lets other models have their turns. A second call does nothing.
         store_state: stores the model with a state.
         release_model: ends the model: requests that wait fail with the reason, and its adapter is released.
     """

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
+
+from sqlalchemy import create_engine, text
 
 from areal.tests.unit.tinker.service.fakes import (
+    LOCAL,
     FakeSampling,
     FakeTraining,
     digest,
@@ -16,8 +22,11 @@ from areal.tests.unit.tinker.service.fakes import (
     outcome,
     sample,
     serving,
+    settings,
     train,
 )
+from areal.tinker.service.service import Service
+from areal.tinker.service.tenants.caller_service import CallerService
 from areal.tinker.service.verbs.models import CreateFromCheckpoint
 
 
@@ -70,3 +79,37 @@ async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: s
             again = await service.submit(sample(name, 1))
             assert again.request_id == request_id
             assert (await outcome(service, again)).state == "done"
+
+
+@contextlib.asynccontextmanager
+async def killed(root: Path, training: FakeTraining, **changes: Any) -> AsyncIterator[CallerService]:
+    """A server that is killed at the end: nothing of it runs after that, and nothing is stored."""
+    service = Service(training, None, settings(root, **changes))
+    await service.start()
+    try:
+        yield service.for_caller(LOCAL)
+    finally:
+        training.gate.set()
+        # Its lease counts as that of another server, which stops all writes, and is then free.
+        engine = create_engine(f"sqlite:///{root}/tinker.db")
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE lease SET owner = 'killed', expires = 0"))
+        engine.dispose()
+        service._parts.training.halt()
+        await service.stop()
+
+
+class Deadly(FakeTraining):
+    """A backend whose server is killed during a pass that begins with the token 9.
+
+    Attributes:
+        together: number of requests in that pass. 0 before it begins.
+    """
+
+    together = 0
+
+    def forward_backward(self, batches: Any) -> list[Any]:
+        if any(batch.data[0].input_ids[0] == 9 for batch in batches):
+            self.gate.clear()
+            self.together = len(batches)
+        return super().forward_backward(batches)

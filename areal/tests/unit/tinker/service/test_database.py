@@ -94,7 +94,7 @@ async def check_migrations(url: str) -> None:
         assert await database.read(differences) == []
         assert await database.read(
             lambda c: c.execute(text("SELECT version_num FROM alembic_version")).scalars().all()
-        ) == ["0004"]
+        ) == ["0005"]
         await database.close()
 
 

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
 
 from areal.tests.harness.limits import PROMPTLY, promptly
-from areal.tests.unit.tinker.service.crashes import check_after_crash, kill, start
+from areal.tests.unit.tinker.service.crashes import Deadly, check_after_crash, kill, killed, start
 from areal.tests.unit.tinker.service.fakes import (
     LOCAL,
     FakeSampling,
@@ -36,6 +37,7 @@ from areal.tests.unit.tinker.service.fakes import (
 from areal.tinker.backends.errors import BackendLostError, ServerError
 from areal.tinker.backends.prepared import PassResult
 from areal.tinker.service.errors import ConflictError, LeaseLostError, NotFoundError
+from areal.tinker.service.recovery.survivors import MAX_ATTEMPTS
 from areal.tinker.service.service import Service
 from areal.tinker.service.store.database import _pid_space
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel
@@ -115,6 +117,66 @@ def test_results_are_pruned_after_delivery_only(tmp_path: Path) -> None:
             while not await pruned(never_read.request_id):
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_ends_every_server_loses_its_model_only(tmp_path: Path) -> None:
+    async def main() -> None:
+        training = Deadly()
+        async with killed(tmp_path, training) as service:
+            session = await service.create_session([])
+            models = [await new_model(service, session, number) for number in range(3)]
+            # One of the others shares the first call, and one waits for its turn.
+            training.gate.clear()
+            first = await service.submit(step(models[0], 1))
+            shared, poison = [await service.submit(train(models[i], 2 - i, first=1 + 8 * i)) for i in range(2)]
+            training.gate.set()
+            assert (await outcome(service, first)).state == "done"
+            await eventually(lambda: training.together == 2)
+            waiting = await service.submit(step(models[2], 1))
+        for _ in range(MAX_ATTEMPTS - 1):
+            training = Deadly()
+            async with killed(tmp_path, training) as service:
+                await eventually(lambda training=training: training.together > 0)
+                assert training.together == 1
+                # The next server counts neither the request that waits nor the restoration of its model.
+                head = service.parts.training.order.models[models[2]].head()
+                assert head is not None
+                assert head.attempts == 0
+        async with serving(tmp_path, FakeTraining()) as service:
+            answer = await outcome(service, poison)
+            assert (answer.state, answer.category) == ("failed", "server")
+            assert "its request with seq_id 1 (forward_backward) had begun" in (answer.error or "")
+            for submitted in (shared, waiting):
+                assert (await outcome(service, submitted)).state == "done"
+
+    asyncio.run(main())
+
+
+def test_a_restoration_that_ends_every_server_loses_its_model(tmp_path: Path) -> None:
+    class Restoring(FakeTraining):
+        begun = False
+
+        def create_model(self, *arguments: Any) -> None:
+            self.begun = True
+            super().create_model(*arguments)
+
+    async def main() -> None:
+        async with killed(tmp_path, training := FakeTraining()) as service:
+            model = await new_model(service)
+            training.gate.clear()
+            submitted = await service.submit(step(model, 1))
+        # The first server may have ended before the request began.
+        for _ in range(MAX_ATTEMPTS):
+            training = Restoring()
+            training.gate.clear()
+            async with killed(tmp_path, training) as service:
+                live = service.parts.training.order.models
+                await eventually(lambda training=training, live=live: training.begun or not live)
+        async with serving(tmp_path, FakeTraining()) as service:
+            answer = await outcome(service, submitted)
+            assert (answer.state, answer.category) == ("failed", "server")
 
     asyncio.run(main())
 

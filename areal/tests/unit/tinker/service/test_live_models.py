@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
 
+from areal.tests.unit.tinker.service.crashes import Deadly, killed
 from areal.tests.unit.tinker.service.fakes import (
-    LOCAL,
     FakeTraining,
     datum,
     digest,
@@ -22,37 +20,17 @@ from areal.tests.unit.tinker.service.fakes import (
     outcome,
     refused,
     serving,
-    settings,
     step,
     train,
 )
 from areal.tinker.backends.errors import BackendLostError, UserError
 from areal.tinker.service.recovery.survivors import MAX_ATTEMPTS
-from areal.tinker.service.service import Service
 from areal.tinker.service.tenants.caller_service import CallerService
 from areal.tinker.service.verbs.forward_backward import Forward
 from areal.tinker.service.verbs.models import CreateFromCheckpoint
 from areal.tinker.service.verbs.weights import LoadWeights, SaveWeights
 
 EACH_STEP: dict[str, Any] = {"recovery_steps": 1, "recovery_fraction": 1.0}
-
-
-@contextlib.asynccontextmanager
-async def killed(root: Path, training: FakeTraining, **changes: Any) -> AsyncIterator[CallerService]:
-    """A server that is killed at the end: nothing of it runs after that, and nothing is stored."""
-    service = Service(training, None, settings(root, **changes))
-    await service.start()
-    try:
-        yield service.for_caller(LOCAL)
-    finally:
-        training.gate.set()
-        # Its lease counts as that of another server, which stops all writes, and is then free.
-        engine = create_engine(f"sqlite:///{root}/tinker.db")
-        with engine.begin() as connection:
-            connection.execute(text("UPDATE lease SET owner = 'killed', expires = 0"))
-        engine.dispose()
-        service._parts.training.halt()
-        await service.stop()
 
 
 async def steps(service: CallerService, model: str, first: int, count: int) -> list[float]:
@@ -250,24 +228,26 @@ def test_a_failed_step_runs_again(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_request_that_ends_every_server_loses_its_model_only(tmp_path: Path) -> None:
+def test_ordinary_stops_lose_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of a request which runs at the end of each server, nor that of one which waits."""
+    monkeypatch.setattr("areal.tinker.service.training._STOP_S", 0.0)
+
     async def main() -> None:
-        training = FakeTraining()
-        async with killed(tmp_path, training) as service:
+        async with killed(tmp_path, FakeTraining()) as service:
             session = await service.create_session([])
-            model, other = [await new_model(service, session, number) for number in range(2)]
-            training.gate.clear()
-            poison = await service.submit(train(model, 1))
-        for _ in range(MAX_ATTEMPTS - 1):
-            training = FakeTraining()
-            training.gate.clear()
-            async with killed(tmp_path, training) as service:
-                assert (await outcome(service, poison, 0.05)).state == "pending"
+            models = [await new_model(service, session, number) for number in range(2)]
+            waiting = await service.submit(train(models[1], 2))
+            slow = await service.submit(train(models[0], 1, first=9))
+        for _ in range(MAX_ATTEMPTS):
+            training = Deadly()
+            async with serving(tmp_path, training) as service:
+                await eventually(lambda training=training: training.together > 0)
+                asyncio.get_running_loop().call_later(0.1, training.gate.set)
+                assert (await service.retrieve(waiting.request_id, 0)).state == "pending"
         async with serving(tmp_path, FakeTraining()) as service:
-            answer = await outcome(service, poison)
-            assert (answer.state, answer.category) == ("failed", "server")
-            assert "its request with seq_id 1 (forward_backward) was unfinished" in (answer.error or "")
-            await done(service, train(other, 1))
+            await done(service, train(models[1], 1))
+            for submitted in (slow, waiting):
+                assert (await outcome(service, submitted)).state == "done"
 
     asyncio.run(main())
 

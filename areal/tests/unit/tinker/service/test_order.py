@@ -18,6 +18,7 @@ from areal.tests.unit.tinker.service.fakes import (
     datum,
     digest,
     done,
+    eventually,
     new_model,
     outcome,
     refused,
@@ -28,6 +29,7 @@ from areal.tests.unit.tinker.service.fakes import (
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.service.errors import BusyError, ConflictError
 from areal.tinker.service.order import Entry, LiveModel, Order
+from areal.tinker.service.tenants.caller import Quotas
 from areal.tinker.service.verbs.models import UnloadModel
 from areal.tinker.service.verbs.weights import SaveForSampler
 
@@ -204,6 +206,33 @@ def test_models_train_while_the_sampler_reads_anothers_snapshot(tmp_path: Path) 
     asyncio.run(main())
 
 
+def test_a_save_ends_no_turn_of_another_model(tmp_path: Path) -> None:
+    async def main() -> None:
+        training, sampling = FakeTraining(), FakeSampling()
+        async with serving(tmp_path, training, sampling) as service:
+            session = await service.create_session([])
+            first, second, *others = [await new_model(service, session, i) for i in range(4)]
+            sampling.reading.clear()
+            saved = await service.submit(SaveForSampler(first, 1, digest(1), sampling_session_seq_id=0))
+            await eventually(lambda: any(call[0] == "save_for_sampler" for call in training.calls))
+            # The turn of the second model begins before the save ends.
+            training.gate.clear()
+            submitted = [await service.submit(train(second, 1))]
+            await eventually(lambda: service.parts.training.order.models[second].busy)
+            sampling.reading.set()
+            assert (await outcome(service, saved)).state == "done"
+            for model in others:
+                submitted.append(await service.submit(train(model, 1)))
+                assert (await service.retrieve(submitted[-1].request_id, 0.05)).state == "pending"
+            training.gate.set()
+            for each in submitted:
+                assert (await outcome(service, each)).state == "done"
+        groups = [call[1] for call in training.calls if call[0] == "forward_backward"]
+        assert groups == [(second,), tuple(others)]
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_client_does_not_lose_the_request(tmp_path: Path) -> None:
     async def main() -> None:
         training = FakeTraining()
@@ -250,6 +279,31 @@ def test_a_full_queue_refuses_all_but_the_request_for_which_it_waits(tmp_path: P
                 assert (await outcome(service, s)).state == "done"
             await done(service, train(model, 5, first=5))
         assert marks(training) == [1, 2, 3, 4, 5]
+
+    asyncio.run(main())
+
+
+def test_chunks_of_more_tokens_than_the_quota_arrive_before_the_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        training = FakeTraining()
+        async with serving(tmp_path, training, quotas={"local": Quotas(max_queued_tokens=8)}) as service:
+            session = await service.create_session([])
+            model, other = [await new_model(service, session, i) for i in range(2)]
+            training.gate.clear()
+            submitted = [await service.submit(step(model, 1))]
+            await eventually(lambda: service.parts.training.order.models[model].busy)
+            submitted += [await service.submit(train(model, seq, first=seq)) for seq in (3, 4)]
+            # The model does not wait for a missing request yet.
+            with pytest.raises(BusyError, match="with 6 tokens wait or run, and the quota is 8"):
+                await service.submit(train(model, 5, first=5))
+            training.gate.set()
+            assert (await outcome(service, submitted[0])).state == "done"
+            await eventually(service.parts.training.order.models[model].has_gap)
+            submitted += [await service.submit(train(model, seq, first=seq)) for seq in (5, 6, 2)]
+            for each in submitted:
+                assert (await outcome(service, each)).state == "done"
+            await done(service, train(other, 1, first=7))
+        assert marks(training) == [2, 3, 4, 5, 6, 7]
 
     asyncio.run(main())
 
