@@ -66,3 +66,12 @@ def head_reduced_in_each_chunk(right: Function) -> Function:
 def tokens_of_all_ranks_kept(right: Function) -> Function:
     """A rank with experts of others keeps the activations of the tokens of all of them."""
     return lambda spec, run: run
+
+
+@mutant(
+    "areal.engine.jax.model.architecture:_windows",
+    "unit/jax/test_jax_architecture.py::test_window_is_read_as_the_family_reads_it[llama-*]",
+)
+def window_of_a_family_without_one_in_jax(right: Function) -> Function:
+    """A window in the configuration counts in every family."""
+    return lambda config: (config.sliding_window,) * config.num_hidden_layers

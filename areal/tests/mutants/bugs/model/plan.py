@@ -32,3 +32,12 @@ def every_collective_stays_on_a_node(right: Function) -> Function:
 def one_moment(right: Function) -> Function:
     """AdamW is planned with one moment instead of two."""
     return lambda self: right(self) // 2
+
+
+@mutant(
+    "areal.plan.layout_plan:traced_stages",
+    PLAN + "test_earliest_stage_with_most_layers_is_traced[*p8-*]",
+)
+def stages_with_extra_layers_are_left_out(right: Function) -> Function:
+    """The first, the middle and the last stage are traced, and none with more layers."""
+    return lambda config: sorted({0, config.dims.pp // 2, config.dims.pp - 1})

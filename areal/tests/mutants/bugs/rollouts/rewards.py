@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from areal.tests.mutants.planting import Function, mutant
@@ -37,3 +38,21 @@ def first_line_of_output_is_compared(right: Function) -> Function:
 def environment_is_not_closed(right: Function) -> Function:
     """Environments of episodes that end stay open."""
     return lambda self: None
+
+
+@mutant(
+    "areal.trainer.rewards.python_checker:fenced_program",
+    PROGRAMS.format("answers_without_a_program_are_counted"),
+)
+def end_of_a_foreign_block_begins_a_program(right: Function) -> Function:
+    """Blocks of other languages are not matched, so that text behind one counts as the program."""
+    fence = re.compile(r"^```(?:python)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    return lambda text: (fence.findall(text) or [None])[-1]
+
+
+@mutant(
+    "areal.trainer.rewards.math_answer:_with_last_boxed", "unit/rewards/test_math_reward.py::test_verdicts[2-*-right]"
+)
+def withdrawn_answer_counts(right: Function) -> Function:
+    """An answer that the model has taken back is compared, too."""
+    return lambda text: text
