@@ -31,6 +31,7 @@ class SaveLoadMeta:
         with_optim: with ``"dcp"``, include optimizer state, schedule, step count and RNG state.
         asynchronous: return as soon as the values are copied. The next save or load, or ``wait_for_checkpoint``, waits for the writing.
         keep_last: after a save, keep only this many newest complete checkpoints in the parent directory of ``path``; ``None`` keeps all.
+        chat_template: with ``"hf"``, text of the chat template to write; ``None`` writes that of the model.
         stateful: with ``"dcp"``, further state by name, saved and loaded in place (such as a data loader). Equal on all ranks.
 
     Raises:
@@ -42,6 +43,7 @@ class SaveLoadMeta:
     with_optim: bool = True
     asynchronous: bool = False
     keep_last: int | None = None
+    chat_template: str | None = None
     stateful: dict[str, Stateful] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

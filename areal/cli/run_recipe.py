@@ -21,7 +21,7 @@ from areal import recipes
 from areal.api.sections.strict import StrictConfig
 from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
-from areal.recipes.config import RunConfig
+from areal.recipes.config import RunConfig, merged
 from areal.recipes.interrupt import EXIT_CODE
 from areal.utils.distributed import is_rank
 
@@ -123,7 +123,7 @@ def read_settings(options: Sequence[str]) -> dict[str, Any]:
             key, _, text = option.partition("=")
             _set(settings, key.split("."), text)
         elif option.endswith(".toml"):
-            settings = _merged(settings, _read(Path(option)))
+            settings = merged(settings, _read(Path(option)))
         elif option != "--dry-run":
             raise ValueError(f"{option!r}: expected a file CONFIG.toml, key=value, --dry-run, --resume or --ray")
     return settings
@@ -172,15 +172,6 @@ def _set(settings: dict[str, Any], keys: Sequence[str], text: str) -> None:
         settings[keys[-1]] = _value(text)
     else:
         settings.pop(keys[-1], None)
-
-
-def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of both; tables are merged, other values of the second replace those of the first."""
-    merged = dict(first)
-    for key, value in second.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
 
 
 def _processes(config: RunConfig) -> int:

@@ -269,19 +269,17 @@ class BaseTrainEngine(EngineState):
             gradients.begin()
 
         # Run the model. An error of the model may be on this rank alone, while its peers wait in a collective, or go on without it.
+        # FSDP may create parameters in its first call: never in the caller's inference mode.
         faults = Faults()
         results: dict[int, Any] = {}
-        try:
-            with self._measuring((forward_only, *outputs), mbs):
-                results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
-        except Exception as error:
-            faults.break_off(error)
+        with faults.of_the_model(), self._measuring((forward_only, *outputs), mbs), torch.inference_mode(False):
+            results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
         if faults.broken:
             self._end_or_reset(faults)
 
         # Raise the faults of all ranks on every rank, before any collective that only healthy ranks would enter.
         packed = pack_results(results, self._stages, faults) if self.dims.pp > 1 else None
-        self._settle(faults.first, gradients)
+        self._settle(faults, gradients)
         if self.dims.pp > 1:
             with self._ending_on_error():
                 results = broadcast_results(packed, self._stages, self.control, self.device)
@@ -332,7 +330,7 @@ class BaseTrainEngine(EngineState):
             return
         lost = self.control.fail(error, final=faults.final)
         self._teardown_after_fault()
-        raise lost from error
+        raise faults.interrupt or lost from error
 
     def _reset_model(self) -> bool:
         """Reset the model after a failed micro-batch. Returns False if that is impossible."""
@@ -344,10 +342,12 @@ class BaseTrainEngine(EngineState):
             return False
         return reset
 
-    def _settle(self, error: Exception | None, gradients: CallGradients | None) -> None:
+    def _settle(self, faults: Faults, gradients: CallGradients | None) -> None:
         """Raise on every rank when any rank has an error. The gradients of the call are undone then."""
         with self._undoing(gradients):
-            self.control.settle(error, "" if gradients is None else gradients.on_error)
+            if faults.interrupt is not None:
+                raise faults.interrupt
+            self.control.settle(faults.first, "" if gradients is None else gradients.on_error)
 
     @contextlib.contextmanager
     def _undoing(self, gradients: CallGradients | None) -> Iterator[None]:
@@ -357,7 +357,7 @@ class BaseTrainEngine(EngineState):
         except EngineLostError:
             self._teardown_after_fault()
             raise
-        except Exception:
+        except BaseException:
             if gradients is not None:
                 gradients.undo()
             raise
@@ -372,7 +372,7 @@ class BaseTrainEngine(EngineState):
     def _apply_gradients(self, settings: StepSettings | None = None) -> OptimStats:
         optimizer = self._require_optimizer()
         components = self._reduced_components()
-        with self._ending_on_error(), self.timer.phase("optimizer"):
+        with self._ending_on_error(), self.timer.phase("optimizer"), torch.inference_mode(False):
             components.memory.onload(params=True, grads=True, optimizer=True)
             stats = optimizer.step(settings)
             self.zero_grad()

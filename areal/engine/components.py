@@ -259,7 +259,12 @@ def call_gradients(components: EngineComponents, adapters: tuple[str, ...] | Non
 
     Raises:
         RuntimeError: nothing is trained, inside ``reference()``.
+        ValueError: called inside ``torch.inference_mode()``.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "inside torch.inference_mode() no gradient can be computed: train outside of it; forward_batch and eval_batch may be called inside"
+        )
     if adapters is None or components.adapters is None:
         return AllGradients(components.gradients)
     return components.adapters.gradients_of(adapters)

@@ -26,11 +26,13 @@ class Faults:
         first: first error, or ``None``.
         broken: the model failed, so that this rank is out of step with its peers.
         final: this process cannot use its device any more.
+        interrupt: what broke the model off, if that is no error, such as ``KeyboardInterrupt``. It is raised as it is.
         current_mb: micro-batch that the model is running.
     """
 
     def __init__(self) -> None:
         self.first: Exception | None = None
+        self.interrupt: BaseException | None = None
         self.broken = False
         self.final = False
         self.current_mb: MicroBatch | None = None
@@ -45,13 +47,18 @@ class Faults:
             self.final = platform.is_device_lost(error)
             self.broken = self.broken or self.final
 
-    def break_off(self, error: Exception) -> None:
-        """Store an error of the model."""
-        # Its frames refer to activations and process groups.
-        traceback.clear_frames(error.__traceback__)
-        self.broken = True
-        self.final = self.final or platform.is_device_lost(error)
-        self.first = self.first or locate(error, self.current_mb)
+    @contextlib.contextmanager
+    def of_the_model(self) -> Iterator[None]:
+        """Store an error of the model inside, or an interrupt, instead of raising it."""
+        try:
+            yield
+        except BaseException as error:
+            # Its frames refer to activations and process groups.
+            traceback.clear_frames(error.__traceback__)
+            self.broken = True
+            self.final = self.final or platform.is_device_lost(error)
+            self.first = self.first or locate(error, self.current_mb)
+            self.interrupt = None if isinstance(error, Exception) else error
 
 
 @contextlib.contextmanager
@@ -99,10 +106,10 @@ def check_loss(loss: Tensor | None, mb: MicroBatch) -> Tensor | None:
     return loss
 
 
-def locate(error: Exception, mb: MicroBatch | None) -> Exception:
+def locate(error: BaseException, mb: MicroBatch | None) -> Exception:
     """Add the micro-batch to the text of an error, the line that raised it, and the way out if memory ran out."""
     if mb is None:
-        return error
+        return error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
     where = f"micro-batch {mb.index} of {mb.n_tokens} tokens ({mb.padded_length} padded, {len(mb.seqlens)} sequences)"
     if platform.is_out_of_memory(error):
         # A sequence is never cut: fewer tokens in a micro-batch help only where it has several.
@@ -115,7 +122,7 @@ def locate(error: Exception, mb: MicroBatch | None) -> Exception:
     return RuntimeError(f"{type(error).__name__} in {where}: {error}{_raised_at(error)}")
 
 
-def _raised_at(error: Exception) -> str:
+def _raised_at(error: BaseException) -> str:
     """Return the line that raised an error, and the line of this package that led to it, as text in brackets."""
     frames = [
         (frame.f_globals.get("__name__", ""), frame.f_code, line)

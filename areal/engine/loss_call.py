@@ -160,42 +160,54 @@ class AdditivityProbe:
 
         @functools.wraps(plain, updated=())
         def watched(outputs: TokenOutputs, batch: Batch) -> Any:
+            if self._attempts[code] >= _ATTEMPTS:
+                return loss_fn(outputs, batch)
+            self._attempts[code] += 1
+            # Before the call, which may change outputs and batch in place.
+            parts = _terms_of_halves(loss_fn, weight_fn, outputs, batch)
             result = loss_fn(outputs, batch)
-            if self._attempts[code] < _ATTEMPTS:
-                self._attempts[code] += 1
-                if self._probe(loss_fn, weight_fn, outputs, batch, result):
-                    self._attempts[code] = _ATTEMPTS
+            if parts and _compared(loss_fn, result, parts):
+                self._attempts[code] = _ATTEMPTS
             return result
 
         return watched
 
-    @torch.no_grad()
-    def _probe(
-        self, loss_fn: LossFn, weight_fn: LossWeightFn, outputs: TokenOutputs, batch: Batch, result: Any
-    ) -> bool:
-        """Compare a result with those of the halves of its micro-batch. Returns whether that was possible."""
-        # Whatever the user's functions raise on parts of a micro-batch must not end the step.
-        try:
-            halves, device = _halves(outputs, batch), batch.cu_seqlens.device
-            # Only one rank probes: its next random numbers must be those of the ranks that compute the same loss.
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                # A loss may divide by its weight: it is never called without one.
-                if not halves or not all(_has_weight(weight_fn(half)) for _, half in halves):
-                    return False
-                parts = [_terms(loss_fn(*half)) for half in halves]
-            whole = _terms(result)
-            for name, value in whole.items():
-                _compare(loss_fn, name, value, [part[name] for part in parts])
-        except Exception as error:
-            logger.debug("the loss function could not be probed: %s", error)
-            return False
-        return True
+
+@torch.no_grad()
+def _terms_of_halves(
+    loss_fn: LossFn, weight_fn: LossWeightFn, outputs: TokenOutputs, batch: Batch
+) -> list[dict[str, float]]:
+    """Return the terms of the halves of a micro-batch; empty if they cannot be computed."""
+    device = batch.cu_seqlens.device
+    # Whatever the user's functions raise on parts of a micro-batch must not end the step.
+    try:
+        # Only one rank probes: its next random numbers must be those of the ranks that compute the same loss.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            halves = _halves(batch)
+            # A loss may divide by its weight: it is never called without one.
+            if not all(_has_weight(weight_fn(half)) for _, half in halves):
+                return []
+            return [_terms(loss_fn(_copied_outputs(outputs, tokens), half)) for tokens, half in halves]
+    except Exception as error:
+        logger.debug("the loss function could not be probed: %s", error)
+        return []
+
+
+def _compared(loss_fn: LossFn, result: Any, parts: list[dict[str, float]]) -> bool:
+    """Compare a result with the terms of the halves of its micro-batch. Returns whether that was possible."""
+    try:
+        for name, value in _terms(result).items():
+            _compare(loss_fn, name, value, [part[name] for part in parts])
+    except Exception as error:
+        logger.debug("the loss function could not be probed: %s", error)
+        return False
+    return True
 
 
 def _terms(result: Any) -> dict[str, float]:
     """Return the terms that a loss function returned, without its metrics."""
     terms: LossTerms = result[0] if isinstance(result, tuple) else result
-    return {name: float(term) for name, term in as_terms(terms, "loss_fn").items()}
+    return {name: float(term.detach()) for name, term in as_terms(terms, "loss_fn").items()}
 
 
 def _has_weight(weights: Any) -> bool:
@@ -219,8 +231,11 @@ def _compare(loss_fn: LossFn, name: str, whole: float, parts: list[float]) -> No
     )
 
 
-def _halves(outputs: TokenOutputs, batch: Batch) -> list[tuple[TokenOutputs, Batch]]:
-    """Divide a micro-batch between two sequences. Empty if it has one sequence, or if per-token keys cannot be told from others."""
+def _halves(batch: Batch) -> list[tuple[slice, Batch]]:
+    """Divide a micro-batch between two sequences. Returns the tokens of each half, and a copy of it.
+
+    Empty if the micro-batch has one sequence, or if per-token keys cannot be told from others.
+    """
     n, middle = len(batch.cu_seqlens) - 1, (len(batch.cu_seqlens) - 1) // 2
     if n < 2:
         return []
@@ -228,22 +243,23 @@ def _halves(outputs: TokenOutputs, batch: Batch) -> list[tuple[TokenOutputs, Bat
     if end == n:
         return []
     return [
-        (_sliced_outputs(outputs, slice(0, border)), _sliced_batch(batch, slice(0, middle), slice(0, border))),
-        (_sliced_outputs(outputs, slice(border, end)), _sliced_batch(batch, slice(middle, n), slice(border, end))),
+        (tokens, _copied_batch(batch, sequences, tokens))
+        for sequences, tokens in ((slice(0, middle), slice(0, border)), (slice(middle, n), slice(border, end)))
     ]
 
 
-def _sliced_outputs(outputs: TokenOutputs, tokens: slice) -> TokenOutputs:
+def _copied_outputs(outputs: TokenOutputs, tokens: slice) -> TokenOutputs:
     fields = {name: value for name, value in vars(outputs).items() if name in TokenOutputs.__dataclass_fields__}
-    return TokenOutputs(**pytree.tree_map_only(Tensor, lambda x: x.detach()[tokens], fields))
+    return TokenOutputs(**pytree.tree_map_only(Tensor, lambda x: x.detach()[tokens].clone(), fields))
 
 
-def _sliced_batch(batch: Batch, sequences: slice, tokens: slice) -> Batch:
+def _copied_batch(batch: Batch, sequences: slice, tokens: slice) -> Batch:
     cu_seqlens, total = batch.cu_seqlens, int(batch.cu_seqlens[-1])
 
     def part(value: Tensor | list[Tensor]) -> Any:
         return value[tokens] if isinstance(value, Tensor) and len(value) == total else value[sequences]
 
     values = {key: part(value) for key, value in batch.items() if key not in ("cu_seqlens", "meta")}
+    values = pytree.tree_map_only(Tensor, Tensor.clone, values)
     own = cu_seqlens[sequences.start : sequences.stop + 1] - cu_seqlens[sequences.start]
     return Batch(values, own, batch.meta)

@@ -159,7 +159,8 @@ class LossStep:
         weights: loss weights of the terms of ``loss_fn``.
         divisors: term -> divisor of its sum. May have further terms.
         loss_weight: float. Factor of the loss.
-        returns: outputs to return with the loss.
+        returns: outputs to return with the loss: as the model computed them, but logits and hidden states with the changes that ``loss_fn``
+            makes in place.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class LossStep:
 
     def __call__(self, outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, LossResult]:
         weights = self._weights.per_mb[mb.index]
-        returned = {name: pytree.tree_map(Tensor.detach, getattr(outputs, name)) for name in self._returned}
+        returned = {name: _returned(name, getattr(outputs, name)) for name in self._returned}
         # Losses may divide by their weight: do not call them without one.
         if not any(weights.values()):
             return None, LossResult(outputs=returned)
@@ -200,6 +201,12 @@ class LossStep:
                 f"loss_fn returned terms {sorted(terms)} and loss_weight_fn {sorted(self._scales)}: each term needs a weight of its own name"
             )
         return terms
+
+
+def _returned(name: str, output: Any) -> Any:
+    """Detach an output. It is copied, because the loss function may change it in place, unless it is large."""
+    detached = pytree.tree_map(Tensor.detach, output)
+    return detached if name in ("logits", "hidden") else pytree.tree_map(Tensor.clone, detached)
 
 
 class OutputStep:
@@ -350,7 +357,9 @@ def sum_results(mbs: MicroBatchList, results: list[LossResult]) -> StepSums:
             sums.terms[name] = sums.terms.get(name, 0.0) + value
         for name, metric in result.metrics.items():
             value, weight = next(numbers), next(numbers)
-            sums.add_metric(name, metric.reduce, value * weight if metric.reduce == "mean" else value, weight)
+            # A mean over nothing may be NaN.
+            weighted = value * weight if weight else 0.0
+            sums.add_metric(name, metric.reduce, weighted if metric.reduce == "mean" else value, weight)
     return sums
 
 

@@ -25,6 +25,15 @@ _ENGINE_FIELDS = {
 """Fields of an engine that a run sets itself, each with the setting that does."""
 
 
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of both; tables are merged, other values of the second replace those of the first."""
+    values = dict(first)
+    for key, value in second.items():
+        both = isinstance(value, dict) and isinstance(values.get(key), dict)
+        values[key] = merged(values[key], value) if both else value
+    return values
+
+
 class RunConfig(StrictConfig):
     """Settings that all recipes have."""
 
@@ -112,6 +121,14 @@ class RunConfig(StrictConfig):
     wandb: dict[str, Any] = Field(default={}, description="Options of the W&B tracker, such as `project`.")
     mlflow: dict[str, Any] = Field(default={}, description="Options of the MLflow tracker, such as `experiment`.")
 
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer_has_own_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in ("lr", "lr_scheduler", "warmup_steps"):
+            if name in value:
+                raise ValueError(f"optimizer.{name} is set by {name}: leave it out here")
+        return value
+
     @field_validator("engine")
     @classmethod
     def _engine_has_own_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +208,7 @@ class RunConfig(StrictConfig):
         """Return the rules of micro-batches."""
         return MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb)
 
-    def steps_of(self, per_epoch: int) -> int:
+    def steps_of(self, per_epoch: float) -> int:
         """Return the number of batches to train on.
 
         Args:

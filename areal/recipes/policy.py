@@ -147,7 +147,7 @@ class PolicyRun(Run[C], Generic[C]):
     def _build(self) -> None:
         config = self.config
         # 1. Policy and rollout.
-        self.steps = config.steps_of(-(-len(self.rows) // config.groups))
+        self.steps = config.steps_of(len(self.rows) / config.groups)
         self.engine = self._engine or self.engines.create(config.engine_config())
         self.engine.initialize(config.spec(self.steps * config.minibatches))
         self.rollout = self._rollout or make_rollout(config, self.engine, self._max_context, self.closing)

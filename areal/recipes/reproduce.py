@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal.recipes.config import RunConfig
+from areal.recipes.config import RunConfig, merged
 from areal.recipes.record.run_record import SETTINGS, STARTS
 from areal.recipes.record.trackers import METRICS
 from areal.recipes.run import Run
@@ -63,7 +63,7 @@ def read_record(folder: Path, output: Path, changes: Mapping[str, Any] | None = 
             raise ValueError(f"{folder} has no {name}: name the directory of a run")
     settings = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     recipe = json.loads((folder / STARTS).read_text(encoding="utf-8").splitlines()[0])["recipe"]
-    settings |= changes or {}
+    settings = merged(settings, dict(changes or {}))
     for name in ("dataset", "reward") if recipe in ("grpo", "ppo") else ("dataset",):
         if name not in settings:
             raise ValueError(

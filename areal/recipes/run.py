@@ -222,7 +222,8 @@ class Run(ABC, Generic[C]):
     # ---- files
 
     def _save_model(self, name: str) -> None:
-        self.engine.save(SaveLoadMeta(self.config.output / name, weight_format="hf"))
+        template = None if self.config.chat_template is None else str(self.tokenizer.chat_template)
+        self.engine.save(SaveLoadMeta(self.config.output / name, chat_template=template))
 
     def _save_interrupted(self) -> None:
         self.checkpoints.save(self.trainer.engines(), self.trainer.step, self.trainer.stateful())

@@ -30,13 +30,17 @@ def own_rows(config: RunConfig, kind: str, dataset: Any, evaluation: Any) -> tup
         evaluation: rows; ``None`` reads ``config.evaluation``, or takes ``config.held_out`` rows.
 
     Raises:
-        ValueError: there is no data set; a row is not understood; more rows are held out than there are.
+        ValueError: there is no data set; a row is not understood; more rows are held out than there are, or rows for evaluation are there, too.
     """
     source = config.dataset if dataset is None else dataset
     if source is None:
         raise ValueError("dataset = None: name a file, or pass rows")
     rows = _read(config, kind, source)
     held_out = config.evaluation if evaluation is None else evaluation
+    if held_out is not None and config.held_out:
+        raise ValueError(
+            f"held_out = {config.held_out} with rows for evaluation: both are evaluated on; leave one of them out"
+        )
     if held_out is not None:
         return rows, _read(config, kind, held_out)
     if not config.held_out:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import tempfile
 import weakref
@@ -254,7 +256,8 @@ class FileBackup:
     def __init__(self, storage: torch.UntypedStorage, folder: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             self._path = file.name
-        self.nbytes = storage.nbytes()
+            self.nbytes = storage.nbytes()
+            _reserve(file.fileno(), self.nbytes, folder)
         self._mapped().copy_(storage)
 
     def restore(self, storage: torch.UntypedStorage) -> None:
@@ -266,3 +269,18 @@ class FileBackup:
 
     def __del__(self) -> None:
         Path(self._path).unlink(missing_ok=True)
+
+
+def _reserve(file: int, nbytes: int, folder: Path) -> None:
+    """Reserve the space of a file: a copy to a memory-mapped file on a full disk would end the process.
+
+    Raises:
+        OSError: the disk is full; names the directory.
+    """
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        # Some file systems cannot reserve space.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            text = f"{os.strerror(error.errno or 0)}: {nbytes:,} bytes to offload; free some, or choose another offload_dir"
+            raise OSError(error.errno, text, str(folder)) from error

@@ -56,10 +56,12 @@ class CheckpointSaver:
 
     Args:
         control: control plane over all ranks of the engine.
+        source: directory that the engine reads in each save, which ``keep_last`` does not remove.
     """
 
-    def __init__(self, control: ControlPlane) -> None:
+    def __init__(self, control: ControlPlane, source: str | None = None) -> None:
         self._control = control
+        self._source = None if source is None else Path(source).resolve()
         self._job: _SaveJob | None = None
 
     def save(
@@ -104,7 +106,7 @@ class CheckpointSaver:
         logger.debug("%s: prepared", path)
 
         # 3. Write and publish in threads. A synchronous save waits for them.
-        self._job = _SaveJob(self._control, path, draft, kind, task, keep_last)
+        self._job = _SaveJob(self._control, path, draft, kind, task, keep_last, self._source)
         self._job.start()
         if not asynchronous:
             self.wait()
@@ -152,10 +154,11 @@ class _SaveJob:
         kind: str,
         task: SaveTask,
         keep_last: int | None,
+        source: Path | None,
     ) -> None:
         self.path, self.draft = path, draft
         self._rank, self._size = control.rank, control.size
-        self._kind, self._task, self._keep_last = kind, task, keep_last
+        self._kind, self._task, self._keep_last, self._source = kind, task, keep_last, source
         self._stopped = threading.Event()
         self._errors: dict[str, BaseException] = {}
         self._writer = self._thread("write", self._write)
@@ -225,7 +228,7 @@ class _SaveJob:
         publish(self.draft, self.path, self._kind, [*files, *last], self._task.about)
         logger.debug("%s: published", self.path)
         if self._keep_last is not None:
-            prune(self.path.parent, self._keep_last)
+            prune(self.path.parent, self._keep_last, source=self._source)
 
 
 def _explained(error: BaseException, folder: Path) -> BaseException:

@@ -191,10 +191,14 @@ def verify(path: Path, *, shard: int = 0, shards: int = 1) -> Manifest:
     return manifest
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` most recently published checkpoints of a directory. Returns the removed paths."""
+def prune(folder: Path, keep: int, *, source: Path | None = None) -> list[Path]:
+    """Remove all but the ``keep`` most recently published checkpoints of a directory. Returns the removed paths.
+
+    Args:
+        source: resolved path of a checkpoint that is still read, and never removed.
+    """
     checkpoints = sorted(_checkpoints_in(folder), key=lambda entry: entry[1].sequence)
-    removed = [path for path, _ in checkpoints[: max(0, len(checkpoints) - keep)]]
+    removed = [path for path, _ in checkpoints[: max(0, len(checkpoints) - keep)] if path.resolve() != source]
     for path in removed:
         discard(path)
     return removed

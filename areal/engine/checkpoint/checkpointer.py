@@ -87,7 +87,7 @@ class EngineCheckpointer(ABC):
         self._source = source
         self._max_file_bytes = max_file_bytes
         self._control = control
-        self._saver = CheckpointSaver(control)
+        self._saver = CheckpointSaver(control, source)
 
     # ---- implemented by each engine
 
@@ -162,6 +162,7 @@ class EngineCheckpointer(ABC):
             self._source,
             draft,
             asynchronous=meta.asynchronous,
+            chat_template=meta.chat_template,
             max_file_bytes=self._max_file_bytes,
         )
 

@@ -184,6 +184,7 @@ def prepare_hf(
     draft: Path,
     *,
     asynchronous: bool,
+    chat_template: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> SaveTask:
     """Gather weights and write them into the files of a draft. Collective.
@@ -197,6 +198,7 @@ def prepare_hf(
         source: directory or hub name from which tokenizer files and code are copied.
         draft: directory to write into.
         asynchronous: whether the files are written later, in a thread.
+        chat_template: text of the chat template, in place of that of ``source``.
         max_file_bytes: size of the largest weight file.
     """
     # 1. Divide the weights into files, and the files among the ranks. The value head gets a separate file, which is not in
@@ -222,7 +224,7 @@ def prepare_hf(
     def write() -> WrittenFiles:
         written = sink.finish()
         if control.rank == 0:
-            names = _write_model_files(export.card, source, dtype, draft)
+            names = _write_model_files(export.card, source, dtype, draft, chat_template)
             if index is not None:
                 (draft / INDEX_FILE).write_text(json.dumps(index, indent=2))
                 names.append(INDEX_FILE)
@@ -300,11 +302,16 @@ class _CopySink:
         return self._files.finish()
 
 
-def _write_model_files(card: ModelCard, source: str, dtype: torch.dtype, draft: Path) -> list[str]:
+def _write_model_files(
+    card: ModelCard, source: str, dtype: torch.dtype, draft: Path, chat_template: str | None
+) -> list[str]:
     """Write configuration, generation settings, tokenizer and code of the model. Returns the names of the files."""
     before = set(os.listdir(draft))
     # Files of the source first, so that the configuration of this model replaces the one of the source.
     names = copy_model_files(source, draft)
+    if chat_template is not None:
+        # Tokenizers take this file before a template in their configuration.
+        (draft / "chat_template.jinja").write_text(chat_template)
     config = copy.deepcopy(card.config)
     config.dtype = dtype
     config.architectures = [classifier_class(config) or card.model.__name__]

@@ -21,7 +21,6 @@ from areal.engine.checkpoint.checkpointer import EngineCheckpointer, RunInfo
 from areal.engine.checkpoint.dcp import BoxSavePlanner, TensorBoxes, TensorPlace, prepare_files, read_metadata
 from areal.engine.checkpoint.run_state import to_bytes
 from areal.engine.checkpoint.run_tensors import EXCHANGING, MODEL, OPTIM, check_weights, read_slices, weight_key
-from areal.engine.megatron import gradients as grad
 from areal.engine.megatron.dist_checkpoint import (
     FORMAT,
     MAINS,
@@ -91,17 +90,18 @@ class MegatronCheckpointer(EngineCheckpointer):
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
     ) -> SaveTask:
-        # With overlapped gathers, parameters may still be incomplete.
-        grad.finish_param_gather(self._chunks)
+        # Gathers of parameters may be pending, and main parameters offloaded.
+        self._weights.complete()
         files = dict(files)
 
         def collect_tensors() -> dict[str, TensorBoxes]:
-            optimizers = sub_optimizers(self._chained) if with_optim and self._chained is not None else []
+            # Also without the moments: the main parameters of the optimizers are the weights.
+            optimizers = (sub_optimizers if with_optim else present_optimizers)(self._chained)
             if self._control.rank == 0:
                 files.update(self._common_files(with_optim))
             model, weights = model_tensors(self._chunks, self._groups), self._weights
-            tensors = tensors_to_save(weights.local_params, weights.shapes, model, optimizers)
-            if optimizers and self._optimizer_kind in ("AdamW", "Muon"):
+            tensors = tensors_to_save(weights.local_params, weights.shapes, model, optimizers, moments=with_optim)
+            if with_optim and optimizers and self._optimizer_kind in ("AdamW", "Muon"):
                 tensors |= self._step()
             return tensors
 

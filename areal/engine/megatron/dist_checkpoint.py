@@ -102,7 +102,7 @@ class ParameterState:
     main_is_view: bool = False
 
 
-def sub_optimizers(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
+def sub_optimizers(chained: ChainedOptimizer | None) -> list[MegatronOptimizer]:
     """Return the optimizers with parameters on this rank. Missing state is created."""
     optimizers = present_optimizers(chained)
     for optimizer in optimizers:
@@ -144,6 +144,14 @@ def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
             yield ParameterState(parameter, start, states)
         else:
             yield ParameterState(parameter, start, {**states, "fp32_param": main.detach()}, main="fp32_param")
+
+
+def main_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
+    """Yield the main parameters that are no memory of the model, without the moments, which may be offloaded."""
+    name = MAINS[0] if isinstance(optimizer, DistributedOptimizer) else MAINS[1]
+    for parameter, main, start in main_parameters(optimizer):
+        if main.dtype != parameter.dtype:
+            yield ParameterState(parameter, start, {name: main.detach()}, main=name)
 
 
 def _state_tensors_without_step(states: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -218,6 +226,8 @@ def tensors_to_save(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: ModelTensors,
     optimizers: Sequence[MegatronOptimizer],
+    *,
+    moments: bool,
 ) -> dict[str, TensorBoxes]:
     """Return this rank's boxes by key, in the memory of the model and the optimizer. Padding of a vocabulary is left out.
 
@@ -225,10 +235,12 @@ def tensors_to_save(
         local_params: parameters of this rank.
         shapes: name -> shape of the full model's Hugging Face tensors.
         tensors: tensors of the parameters in Megatron-Core's checkpoints.
-        optimizers: optimizers to save, see :func:`sub_optimizers`.
+        optimizers: optimizers with the main parameters.
+        moments: save the moments, too, which :func:`sub_optimizers` has created.
     """
-    states = {state.parameter: state for optimizer in optimizers for state in optimizer_states(optimizer)}
-    sharded = any(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers)
+    states_of = optimizer_states if moments else main_states
+    states = {state.parameter: state for optimizer in optimizers for state in states_of(optimizer)}
+    sharded = moments and any(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers)
     found: dict[str, list[tuple[TensorPlace, list[TensorPlace], Tensor]]] = {}
     for local_param in local_params:
         # A tied weight is saved once.

@@ -94,10 +94,12 @@ class MegatronEngine(BaseTrainEngine):
             self.control,
             gradients=lambda: _by_local_parameter(grad.gather_gradients(trained)),
             finish_param_gather=lambda: grad.finish_param_gather(trained),
+            onload_main_parameters=lambda: memory.onload_main_parameters(),
         )
-        # The optimizer comes before the weights: they also fill its float32 main parameters.
+        # The optimizer comes before the values of the weights: they also fill its float32 main parameters.
         settings = config.optimizer if config.lora is None else None
         chained = megatron_optimizer(trained, settings, config, groups) if settings else None
+        memory = MegatronOffload(trained, chained, config.offload_dir)
         self._fill(weights, chained)
         optimizer = None
         if chained and settings:
@@ -107,7 +109,6 @@ class MegatronEngine(BaseTrainEngine):
         schedule = MegatronSchedule(list(trained), reductions, megatron, groups, self.timer)
         cp = context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"])
         splits_sequence = sequence_parallel(self.dims, config)
-        memory = MegatronOffload(trained, chained, config.offload_dir)
         self._gradients = grad.MegatronGradients(trained, reductions, groups, memory)
         components = EngineComponents(
             model=nn.ModuleList(trained),

@@ -55,6 +55,7 @@ class MegatronWeights:
         gradients: returns a function from local parameters to their full gradients, reduced over replicas.
             Collective.
         finish_param_gather: finishes pending gathers of parameters. Collective.
+        onload_main_parameters: brings back main parameters that were offloaded.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class MegatronWeights:
         control: ControlPlane,
         gradients: Callable[[], Callable[[LocalParameter], Tensor]],
         finish_param_gather: Callable[[], None],
+        onload_main_parameters: Callable[[], None],
     ) -> None:
         self.local_params = [local_param for chunk in chunks for local_param in local_parameters(chunk, hf)]
         self._hf, self._group = hf, _model_group(groups)
         self._gradients, self._finish_gather = gradients, finish_param_gather
+        self._onload_mains = onload_main_parameters
         self._mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._export_float32 = False
         self._exchange_specs(control)
@@ -151,7 +154,7 @@ class MegatronWeights:
 
         Main parameters are filled without rounding. Each rank reads only its own slices.
         """
-        self._finish_gather()
+        self.complete()
         self._read(folder)
 
     def fill(self, fill: Fill) -> None:
@@ -160,9 +163,14 @@ class MegatronWeights:
         Args:
             fill: function that fills slices, in host memory in float32 or wider.
         """
-        self._finish_gather()
+        self.complete()
         for local_param in self.local_params:
             self._fill_parameter(local_param, fill)
+
+    def complete(self) -> None:
+        """Prepare reads and writes of parameters and main parameters: finish pending gathers, and bring back what is offloaded. Collective."""
+        self._finish_gather()
+        self._onload_mains()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -239,7 +247,7 @@ class MegatronWeights:
         """Return the tensors to write: float32 main parameters if the optimizer has them, else the parameters.
         Collective.
         """
-        self._finish_gather()
+        self.complete()
         specs = [
             TensorSpec(spec.name, torch.float32 if self._export_float32 else spec.dtype, spec.shape)
             for spec in self._specs

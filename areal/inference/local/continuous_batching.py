@@ -236,6 +236,7 @@ class GenerationManager(ContinuousBatchingManager):
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
         share_by_content(processor.cache, self.model.config.get_text_config().vocab_size)
+        _unblock_by_cancellations(processor.scheduler)
         self._router.stream = processor.inputs_and_outputs.compute_stream
         return processor
 
@@ -244,3 +245,17 @@ class GenerationManager(ContinuousBatchingManager):
             super()._run_generation_loop()
         finally:
             self._ended()
+
+
+def _unblock_by_cancellations(scheduler: Any) -> None:
+    """Let requests begin after a running one was cancelled: with a full cache, transformers waits for one that finishes."""
+    clear = scheduler.clear_cancelled_requests
+
+    def clear_and_unblock() -> Any:
+        running = len(scheduler.active_requests)
+        cancelled = clear()
+        if len(scheduler.active_requests) < running:
+            scheduler.block_new_requests = False
+        return cancelled
+
+    scheduler.clear_cancelled_requests = clear_and_unblock

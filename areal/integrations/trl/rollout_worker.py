@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import queue
 import threading
 import time
@@ -167,6 +168,11 @@ def rewarded_answer(
 ) -> SingleTurn:
     """Return an episode of one answer to ``prompt``, with TRL's reward functions: called in threads, with one completion at a time."""
 
+    for function in functions:
+        if inspect.iscoroutinefunction(function):
+            raise ValueError(
+                f"reward function {function.__name__} is a coroutine function: pass one that returns a list"
+            )
     # Without a response template, the content is the text without special tokens.
     if getattr(tokenizer, "response_template", None) is None:
         with contextlib.suppress(ValueError):
@@ -181,6 +187,8 @@ def rewarded_answer(
         answer = parse_response(tokenizer, ids, prefix=prompt(item))
         row = {**item, "prompts": item["prompt"], "completions": [answer], "completion_ids": ids}
         columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-        return float(sum(function(**columns)[0] for function in functions))
+        # As in TRL, a function without a reward for an answer returns None for it.
+        rewards = [function(**columns)[0] for function in functions]
+        return float(sum(each for each in rewards if each is not None))
 
     return SingleTurn(prompt, reward, Sampling(args.max_completion_length, args.temperature))

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import torch
 
 from areal.recipes.functions import did_you_mean, load_function
@@ -57,7 +58,7 @@ class DataRows(collections.abc.Sequence[Row]):
         """
         digest = hashlib.sha256()
         for row in self:
-            text = json.dumps(without_nulls(row), sort_keys=True, default=str, ensure_ascii=False)
+            text = json.dumps(without_nulls(row), sort_keys=True, default=_content, ensure_ascii=False)
             digest.update(text.encode() + b"\n")
         return digest.hexdigest()
 
@@ -80,6 +81,16 @@ class DataRows(collections.abc.Sequence[Row]):
                 hint = did_you_mean(old, self[0])
                 raise ValueError(f"columns: {self.place(0)} has no column {old!r}, but {sorted(self[0])}{hint}")
         return DataRows(_Renamed(self._rows, columns), self.name, self._lines)
+
+
+def _content(value: Any) -> str:
+    """Return a value that JSON does not have as text: pictures and arrays by their contents, others as they print."""
+    if isinstance(value, torch.Tensor):
+        value = value.numpy()
+    if isinstance(value, np.generic) or not hasattr(value, "tobytes"):
+        return str(value)
+    kind = value.mode if hasattr(value, "mode") else value.dtype
+    return f"{kind} {getattr(value, 'shape', value.size)} {hashlib.sha256(value.tobytes()).hexdigest()}"
 
 
 class _WithoutNulls(collections.abc.Sequence[Row]):

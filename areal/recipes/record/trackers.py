@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,7 @@ def make_trackers(config: RunConfig, steps: int, shown: tuple[str, ...]) -> Trac
         # Of an earlier run in this directory.
         for name in (METRICS, "wandb-run-id", "mlflow-run-id"):
             (config.output / name).unlink(missing_ok=True)
+        shutil.rmtree(config.output / "tensorboard", ignore_errors=True)
     made = []
     for name in config.trackers:
         try:

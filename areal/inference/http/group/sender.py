@@ -71,6 +71,8 @@ class GroupSender:
             raise ValueError("select: servers over a process group receive all tensors; leave it None, or use the disk")
         starts = dict(self._servers.members())
         members = list(starts)
+        # Those that are away need nothing more: with their return, another group begins.
+        self._interrupted &= starts.keys()
         labels = {url: reply.weight_version for url, reply in self._ask(members, self._routes.label).items()}
         # A restarted process is not a member of the group any more. Its owner knows, or its label has changed.
         restarted = [url for url in members if url in self._labels and labels[url] != self._labels[url]]
@@ -128,11 +130,13 @@ class GroupSender:
         faults = {url: f"{url} was interrupted in an update: {why}" for url in self._interrupted}
         # Layers without weights would end the server at the next request.
         interrupted = list(self._interrupted)
-        self._recover(interrupted)
-        self._each(interrupted, self._routes.leave, min(self._timeout, _RECOVER_SECONDS))
-        if self._held:
-            self._held = False
-            ignore_errors(lambda: self._servers.release(None, faults))
+        try:
+            self._recover(interrupted)
+            self._each(interrupted, self._routes.leave, min(self._timeout, _RECOVER_SECONDS))
+        finally:
+            if self._held:
+                self._held = False
+                ignore_errors(lambda: self._servers.release(None, faults))
 
     def close(self) -> None:
         members = list(self._joined)

@@ -256,6 +256,17 @@ def test_retention_keeps_newest_and_replaces(weight_format: Any, tmp_path: Path)
         assert same_bits(weights_of(engine), expected)
 
 
+@pytest.mark.world(1)
+def test_retention_keeps_the_directory_that_the_engine_started_from(tmp_path: Path) -> None:
+    """Each "hf" save copies the tokenizer from there."""
+    with started("fsdp:d1") as engine:
+        engine.save(SaveLoadMeta(tmp_path / "step0"))
+    with started("fsdp:d1", path=str(tmp_path / "step0")) as engine:
+        for i in (1, 2, 3):
+            engine.save(SaveLoadMeta(tmp_path / f"step{i}", keep_last=1))
+    assert sorted(os.listdir(tmp_path)) == ["step0", "step3"]
+
+
 # ---- faults
 
 

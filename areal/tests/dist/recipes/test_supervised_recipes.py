@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal.recipes import dpo, reward_model, sft
 from areal.tests.dist.recipes.policy_runs import curve
@@ -25,12 +25,15 @@ def pairs(number: int, seed: int = 0) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("backend", LAYOUTS)
 def test_sft_learns_and_keeps_the_best_model(backend: str, tmp_path: Path) -> None:
+    template = Path(f"{tmp_path}-{world().rank}.jinja")
+    template.write_text(f"{{# of this run #}}{AutoTokenizer.from_pretrained(recipe_model()).chat_template}")
     run = sft(
         recipe_model(),
         rows(32),
         evaluation=rows(8, 1),
         backend=backend,
         output=tmp_path,
+        chat_template=str(template),
         epochs=2,
         eval_every=3,
         keep_best=True,
@@ -46,6 +49,8 @@ def test_sft_learns_and_keeps_the_best_model(backend: str, tmp_path: Path) -> No
     assert result["eval/loss"] == min(got["eval/loss"])
     for name in ("best", "model"):
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.num_hidden_layers == 2
+        # A run that begins with it renders messages in the same way.
+        assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template == template.read_text()
 
 
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d2"))

@@ -229,6 +229,28 @@ def test_sgd_with_clipping_equals_torch() -> None:
         assert relative(weights_of(engine), dict(reference.named_tensors())) < 1e-5
 
 
+# ---- modes of torch
+
+
+@pytest.mark.parametrize("backend", layouts(1))
+def test_first_call_in_inference_mode_leaves_the_engine_usable(backend: str) -> None:
+    """FSDP creates its gathered parameters in the first call."""
+    with started(backend) as engine, started(backend) as untouched:
+        batch = global_batch()
+        with torch.inference_mode():
+            made_inside = [{key: x.clone() for key, x in sample.items()} for sample in batch]
+            outputs, evaluated = engine.forward_batch(made_inside), engine.eval_batch(batch, loss).loss
+            with pytest.raises(ValueError, match=r"inside torch.inference_mode\(\) no gradient can be computed"):
+                engine.train_batch(batch, loss)
+        assert all(map(torch.equal, outputs, untouched.forward_batch(batch)))
+        assert evaluated == untouched.eval_batch(batch, loss).loss
+        engine.forward_backward(made_inside, loss)
+        with torch.inference_mode():
+            engine.optimizer_step()
+        untouched.train_batch(batch, loss)
+        assert engine.train_batch(batch, loss).loss == untouched.train_batch(batch, loss).loss
+
+
 # ---- metrics
 
 

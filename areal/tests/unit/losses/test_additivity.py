@@ -99,7 +99,7 @@ def test_micro_batches_that_cannot_be_divided_are_passed_over(caplog: pytest.Log
     probed(mean, batches=whole)
     assert (calls, caplog.records) == ([10, 10, 10, 10, 2, 2], [])
     probed(mean, batches=[*whole, micro_batch(0, 2)])
-    assert calls[-4:] == [10, 3, 7, 10]
+    assert calls[-4:] == [3, 7, 10, 10]
     assert len(caplog.records) == 1
 
 
@@ -110,6 +110,25 @@ def test_loss_that_fails_on_parts_ends_no_step(caplog: pytest.LogCaptureFixture)
         return total(out, batch)
 
     probed(whole_only)
+    assert not caplog.records
+
+
+def test_loss_that_changes_its_arguments_in_place_is_computed_as_without_a_probe(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def in_place(out: TokenOutputs, batch: Batch) -> Tensor:
+        batch["extra"][0].mul_(3)
+        difference = out.logprobs.sub_(batch["loss_mask"].mul_(2))
+        return (difference * difference).sum()
+
+    found = []
+    for function in (in_place, AdditivityProbe().watching(in_place, default_loss_weight)):
+        outputs, batch = micro_batch()
+        leaf = outputs.logprobs.detach().requires_grad_()
+        logprobs = leaf * 1.0
+        function(TokenOutputs(logprobs=logprobs), batch).backward()
+        found.append([leaf.grad, logprobs, batch["loss_mask"], *batch["extra"]])
+    assert all(map(torch.equal, *found))
     assert not caplog.records
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from areal.cli.run_recipe import read_settings, run_recipe, run_reproduce
 from areal.recipes import GRPOConfig
+from areal.recipes.reproduce import read_record
 from areal.tests.harness.processes import needs_own_world
 from areal.tests.harness.recipes.recipe_data import recipe_model, rows
 from areal.tests.harness.world import one_rank
@@ -66,6 +67,7 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
         (["lr=fast"], "lr: Input should be a valid number, unable to parse string as a number"),
         (["engine.activation_checkpoint=full"], "activation_checkpoint = 'full': Extra inputs are not permitted"),
         (["engine.dtype=float32"], "engine: engine.dtype is set by dtype: leave it out here"),
+        (["optimizer.lr=1"], "optimizer: optimizer.lr is set by lr: leave it out here"),
         (["group_size=1"], "group_size = 1: answers are compared within a group: set at least 2"),
         (["epochs=1"], "steps = 2 with epochs = 1.0: both say how long to train"),
         (["--fast"], "'--fast': expected a file CONFIG.toml, key=value, --dry-run, --resume or --ray"),
@@ -136,6 +138,9 @@ def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixtur
         assert capsys.readouterr().out.startswith("step 2: actor/loss was ")
         assert run_reproduce([str(output), "tolerance=1e-6"]) == 0
         assert capsys.readouterr().out.startswith("the first 2 steps differ by ")
+        # A change of one key in a table leaves the others as they were.
+        recorded = read_record(output, output / "again", {"engine": {"grad_sync": "call"}}).settings["engine"]
+        assert recorded == {"activation_checkpointing": "full", "grad_sync": "call"}
         assert run_reproduce([str(output), "1", "seed=5", "tolerance=1e-6"]) == 1
         assert capsys.readouterr().out.startswith("step 1: ")
     settings = (output / "config.toml").read_text()

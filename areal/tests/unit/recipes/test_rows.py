@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from areal.recipes.data.rows import read_rows, split_rows
 
@@ -29,6 +32,17 @@ def test_forms_have_the_same_rows_and_fingerprint(tmp_path: Path) -> None:
     assert read_rows(ROWS[::-1]).fingerprint() != read_rows(ROWS).fingerprint()
     assert read_rows(lines).place(1) == f"{lines}:2"
     assert read_rows(ROWS).place(1) == "list, row 1"
+
+
+def test_fingerprints_of_pictures_and_arrays_are_those_of_their_contents() -> None:
+    def of(value: Any) -> str:
+        return read_rows([{"image": value}]).fingerprint()
+
+    picture, other = Image.new("RGB", (4, 3)), Image.new("RGB", (4, 3), "red")
+    assert of(picture) == of(picture.copy()) != of(other)
+    numbers = np.arange(5000)
+    assert of(numbers) == of(numbers.copy()) != of(numbers[::-1])
+    assert of(torch.arange(5000)) == of(numbers)
 
 
 def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:

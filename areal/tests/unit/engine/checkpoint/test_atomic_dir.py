@@ -210,6 +210,13 @@ def test_retention_keeps_newest_by_publication(tmp_path: Path) -> None:
     assert [read_manifest(tmp_path / name).sequence for name in ("b", "a")] == [3, 4]
 
 
+def test_retention_keeps_the_source(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        save(tmp_path / name, name)
+    assert prune(tmp_path, 1, source=tmp_path / "a") == [tmp_path / "b"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "c"]
+
+
 def test_drafts_of_dead_processes_are_removed(tmp_path: Path) -> None:
     """Create drafts of an ended process, of a running one (pytest's parent), and of another machine."""
     dead = subprocess.run(

@@ -101,6 +101,18 @@ def test_server_that_dies_in_an_update_does_not_take_the_others_with_it(
         assert_has(left, Weights(3))
 
 
+def test_servers_that_die_in_different_updates(servers: list[GroupServer]) -> None:
+    urls = [server.url for server in servers]
+    with HTTPRollout(urls, VLLM(), carrier=GlooCarrier(), update_seconds=5, drain_seconds=1) as rollout:
+        servers[0].dies_in["/update_weights"] = 1
+        assert failure_of_sync(rollout, Weights(2), 2) == ""
+        assert failure_of_sync(rollout, Weights(3), 3) == ""
+        servers[1].calls.clear()
+        servers[1].dies_in["/update_weights"] = 1
+        with promptly():
+            assert "version 4 was not sent" in failure_of_sync(rollout, Weights(4), 4)
+
+
 def test_update_of_which_all_servers_die_ends(servers: list[GroupServer]) -> None:
     urls = [server.url for server in servers]
     with HTTPRollout(urls, VLLM(), carrier=GlooCarrier(), update_seconds=5, drain_seconds=1) as rollout:

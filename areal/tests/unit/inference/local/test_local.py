@@ -76,6 +76,21 @@ def test_completion_does_not_depend_on_concurrent_requests(
     assert bool(put_back) == ("cache_tokens" in options)
 
 
+def test_answer_that_was_put_back_goes_on_after_the_others_are_cancelled() -> None:
+    with rollout(cache_tokens=CONTEXT, page_size=4) as engine:
+
+        async def generate() -> list[Any]:
+            asked = [asyncio.create_task(engine.generate(PROMPT[i:], endless(100))) for i in range(3)]
+            while (processor := engine._manager.batch_processor) is None or not processor.scheduler.block_new_requests:
+                await asyncio.sleep(0.001)
+            for name in list(processor.scheduler.active_requests):
+                asked[int(name.removeprefix("request "))].cancel()
+            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+
+        answers = asyncio.run(generate())
+    assert sorted({type(each).__name__ for each in answers}) == ["CancelledError", "Completion"]
+
+
 def test_shared_prompt_is_prefilled_once() -> None:
     replica, read = model(), []
     replica.register_forward_pre_hook(
