@@ -31,8 +31,8 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
     """Check that the experts of a model can be divided over the ranks of a layout.
 
     Raises:
-        ValueError: the model does not have stacked experts, or has some without weights; a rank would not have any, a number is not
-            divisible, or the layout also has ``t``.
+        ValueError: the model does not have stacked experts, or has some without weights or with biases; a rank would not have any, a number
+            is not divisible, or the layout also has ``t``.
     """
     if dims.ep == 1:
         return
@@ -45,6 +45,11 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
         raise ValueError(
             f"backend = '{dims}': {weightless} experts of model type {config.model_type!r} have no weights, and tokens are sent to ranks by "
             "the weights of their experts; leave e out"
+        )
+    if others := [name for name, _ in experts[0].named_parameters(recurse=False) if name not in WEIGHTS]:
+        raise ValueError(
+            f"backend = '{dims}': experts of model type {config.model_type!r} also have {', '.join(others)}, and only {', '.join(WEIGHTS)} are "
+            "divided over ranks; leave e out"
         )
     if dims.tp > 1 or dims.expert_tp > 1:
         raise ValueError(

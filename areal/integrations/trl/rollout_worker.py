@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import queue
 import threading
 import time
@@ -187,8 +188,13 @@ def rewarded_answer(
         answer = parse_response(tokenizer, ids, prefix=prompt(item))
         row = {**item, "prompts": item["prompt"], "completions": [answer], "completion_ids": ids}
         columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-        # As in TRL, a function without a reward for an answer returns None for it.
-        rewards = [function(**columns)[0] for function in functions]
-        return float(sum(each for each in rewards if each is not None))
+        # A function without a reward for an answer returns None for it, or NaN. TRL leaves it out.
+        values = [function(**columns)[0] for function in functions]
+        rewards = [float(each) for each in values if each is not None and not math.isnan(each)]
+        if not rewards:
+            raise ValueError(
+                f"no reward function has a reward for an answer to {item['prompt']!r:.200}: leave this row out"
+            )
+        return sum(rewards)
 
     return SingleTurn(prompt, reward, Sampling(args.max_completion_length, args.temperature))

@@ -83,6 +83,10 @@ def _check_options(model: Any, engine: ArealEngineConfig, optimizer: Any) -> Non
         "model.use_liger": (model.use_liger, [False]),
         "model.use_fused_kernels": (model.use_fused_kernels, [False]),
         "model.use_remove_padding": (model.use_remove_padding, [True]),
+        "model.lora.rank": (
+            dict(getattr(model, "lora", None) or {}).get("rank", 0),
+            [0],
+        ),  # of its Megatron engine; here `model.lora_rank`
         "model.exclude_modules": (model.exclude_modules, [None]),
         "model.target_parameters": (model.target_parameters, [None]),
         "model.override_config": (override or None, [None]),

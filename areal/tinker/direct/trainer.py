@@ -205,6 +205,9 @@ def _fold_weights(where: str, datum: Datum) -> Datum:
         raise UserError(
             f"{where}.loss_fn_inputs['weights'] has the element {weights[weights < 0][0]}: it must be at least 0, or leave weights out"
         )
+    # Log-probs without a weight may be placeholders, with which a ratio is infinite, and no advantage of 0 makes it finite.
+    if "logprobs" in values:
+        values["logprobs"] = np.where(weights > 0, values["logprobs"], np.float32(0))
     return replace(datum, values={**values, "advantages": values["advantages"] * weights})
 
 

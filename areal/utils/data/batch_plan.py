@@ -382,7 +382,7 @@ def _build_trees(
         return (None,) * len(bins)
     # Keys that outputs depend on, expanded to packed tokens.
     output_keys = [tokens[key].cpu() for key in ("target_ids", "output_mask") if key in tokens]
-    lengths = torch.tensor([form.seqlens[i] for members in bins for i in members])
+    lengths = torch.tensor([form.seqlens[i] for members in bins for i in members], dtype=torch.int64)
     if "temperature" in sequences and sequences["temperature"].dim() == 1:
         output_keys.append(sequences["temperature"].cpu().repeat_interleave(lengths))
     n_tokens = [sum(form.seqlens[i] for i in members) for members in bins]

@@ -212,5 +212,9 @@ def merge_bins(
     if len(merged) >= min_bins:
         return merged
     # More micro-batches are wanted than any adapter has alone: spread the bins evenly.
-    flat, lengths = list(chain.from_iterable(bins)), list(chain.from_iterable(sizes))
-    return [[i for k in part for i in flat[k]] for part in pack(lengths, budget, min_bins=min_bins, align=align)]
+    flat = list(zip(chain.from_iterable(bins), chain.from_iterable(sizes), strict=True))
+    # A bin beyond the budget is a group that is alone.
+    fitting = [(members, size) for members, size in flat if capacity is None or size <= capacity]
+    alone = [members for members, size in flat if capacity is not None and size > capacity]
+    packed = pack([size for _, size in fitting], budget, min_bins=max(1, min_bins - len(alone)), align=align)
+    return [[i for k in part for i in fitting[k][0]] for part in packed] + alone

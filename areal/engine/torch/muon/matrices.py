@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-_STACKS = ("gate_up_proj", "down_proj")
+_STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of parameters with the matrices of all experts."""
 
 _COLUMNS: Mapping[str, Callable[[int], tuple[slice, ...]]] = {
     "gpt_oss": lambda n: (slice(0, n, 2), slice(1, n, 2)),
+    "aria_text": lambda n: (slice(0, n // 2), slice(n // 2, n)),
     "llama4_text": lambda n: (slice(0, n // 2), slice(n // 2, n)),
 }
 """Families whose experts have inputs as rows: the columns of gate and up projections, by model type."""
@@ -83,7 +84,7 @@ def matrices_of(model: nn.Module, config: PretrainedConfig) -> dict[str, Matrice
 
 def _of_stack(full: str, name: str, parameter: Tensor, config: PretrainedConfig) -> Matrices:
     """Return the matrices of a parameter with those of all experts."""
-    if name == "down_proj":
+    if name != "gate_up_proj":
         return WHOLE
     if config.model_type in _COLUMNS:
         return Matrices(-1, _COLUMNS[config.model_type](parameter.shape[-1]))

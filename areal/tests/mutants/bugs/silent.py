@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from areal.tests.mutants.planting import Function, mutant
 
 TESTS = "dist/faults/test_silent_mistakes.py::"
@@ -121,3 +124,29 @@ def settings_of_ranks_are_not_compared(right: Function) -> Function:
 def checkpoints_of_ranks_are_not_compared(right: Function) -> Function:
     """Each rank loads the checkpoint that its host sees."""
     return lambda meta: {}
+
+
+@mutant(
+    "areal.engine.loss_step:_returned", "unit/losses/test_loss_step.py::test_outputs_are_returned_as_before_the_loss*"
+)
+def returned_outputs_are_those_of_the_loss(right: Function) -> Function:
+    """Outputs that a call returns have the changes that the loss has made in place."""
+    return lambda name, output: pytree.tree_map(torch.Tensor.detach, output)
+
+
+@mutant(
+    "areal.engine.checkpoint.atomic_dir:prune",
+    "unit/engine/checkpoint/test_atomic_dir.py::test_retention_keeps_the_source",
+)
+def source_of_the_engine_is_removed(right: Function) -> Function:
+    """``keep_last`` removes the checkpoint from which every save copies the tokenizer."""
+    return lambda folder, keep, *, source=None: right(folder, keep)
+
+
+@mutant(
+    "areal.recipes.data.rows:_content",
+    "unit/recipes/test_rows.py::test_fingerprints_of_pictures_and_arrays_are_those_of_their_contents",
+)
+def picture_is_known_by_its_address(right: Function) -> Function:
+    """The fingerprint of a picture is another one in each process."""
+    return str

@@ -123,3 +123,9 @@ def test_slices_of_runs_are_those_of_each_rank() -> None:
         ValueError, match="computes 3 rows of 8 tokens: samples of one call cannot name several adapters"
     ):
         list(runs.slices(3, 0))
+
+
+def test_samples_alone_stay_alone_if_more_micro_batches_are_wanted() -> None:
+    spec = MicroBatchSpec(max_tokens_per_mb=10, n_mbs=3, overlong="alone")
+    plan = plan_batch(samples_of((20, 3, 3), (0, 1, 2)), spec)
+    assert sorted(plan.bins) == [(0,), (1,), (2,)]

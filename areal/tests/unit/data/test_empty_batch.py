@@ -98,3 +98,9 @@ def test_restore_without_samples() -> None:
         ((6, 2), torch.float64, False),
         ((5, 2), torch.float64, False),
     ]
+
+
+def test_all_samples_are_dropped() -> None:
+    samples = [{"input_ids": torch.arange(n), "temperature": torch.tensor(0.7)} for n in (20, 30)]
+    plan = plan_batch(samples, MicroBatchSpec(max_tokens_per_mb=10, overlong="drop", share_prefixes=True))
+    assert (plan.n_mbs, plan.dropped) == (0, (0, 1))

@@ -4,14 +4,17 @@ import math
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssConfig
 
-from areal.api import TrainEngineConfig
+from areal.api import ParallelDims, TrainEngineConfig
 from areal.api.sections.experts import MoEConfig
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.batch_rules import Experts
+from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.moe.balance_loss import AUX_LOSS, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
 from areal.engine.moe.routing import ExpertRouting, Tally
 from areal.engine.stream.layout import layout_of
+from areal.tests.grid.models import OUTSIDE_THE_GRID
 from areal.utils.data import plan_batch
 
 CU = torch.tensor([0, 3, 4], dtype=torch.int32)
@@ -113,3 +116,21 @@ def test_invalid_moe_settings_raise(wrong: dict[str, float]) -> None:
 def test_moe_options_raise_without_experts(asked: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"moe.{next(iter(asked))} = .*the model has no experts"):
         ExpertRouting(MoEConfig(**asked), Experts(), ())
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt_oss", "experts of model type 'gpt_oss' also have gate_up_proj_bias, down_proj_bias"),
+        ("longcat_flash", "4 experts of model type 'longcat_flash' have no weights"),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_refused(family: str, words: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers has no model type {family}")
+    experts = GptOssConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_local_experts=4, vocab_size=64)
+    config = experts if family == "gpt_oss" else OUTSIDE_THE_GRID[family]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"{words}.*leave e out"):
+        check_experts(config, model, ParallelDims.parse("fsdp:d1e2"))

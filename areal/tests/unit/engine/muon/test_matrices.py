@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GptOssConfig, Phi3Config
+from transformers import (
+    AriaTextConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GptOssConfig,
+    NemotronHConfig,
+    Phi3Config,
+)
 
 from areal.api import MuonConfig
-from areal.engine.torch.muon.matrices import Matrices, matrices_of
+from areal.engine.torch.muon.matrices import WHOLE, Matrices, matrices_of
 from areal.engine.torch.muon.newton_schulz import orthogonalised, update_scale
 from areal.tests.grid.models import FAMILIES
 from areal.tests.grid.muon_reference import orthogonal
@@ -150,3 +157,22 @@ def test_towers_of_images_have_matrices() -> None:
     qkv = next(name for name in found if name.endswith("attn.qkv.weight"))
     assert len(found[qkv].parts) == 3
     assert not any("patch_embed" in name or "norm" in name for name in found)
+
+
+def test_stacks_of_families_with_other_experts() -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"}
+    _, found = built(AriaTextConfig(**SIZES, moe_num_experts=4, moe_topk=2))
+    (gate, up) = rows(found["model.layers.0.mlp.experts.gate_up_proj"], torch.Size((4, 32, 96)))
+    assert found["model.layers.0.mlp.experts.gate_up_proj"].dim == -1
+    assert (gate, up) == ([*range(48)], [*range(48, 96)])
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    model, found = built(NemotronHConfig(**sizes, **experts, layers_block_type=["moe"]))
+    stacks = [name for name, x in model.named_parameters() if x.dim() == 3]
+    assert stacks
+    assert all(found[name] == WHOLE for name in stacks)

@@ -73,7 +73,8 @@ def test_refused_request_fails_alone(trainer: DirectTrainer, backend: FakeTraini
 
 
 def test_weights_multiply_a_clipped_loss(trainer: DirectTrainer, backend: FakeTraining) -> None:
-    weighted = clipped(advantages=(1.0, -2.0, 3.0), weights=(0.5, 2.0, 0.0))
+    # Where the weight is 0, the log-prob is a placeholder.
+    weighted = clipped(advantages=(1.0, -2.0, 3.0), weights=(0.5, 2.0, 0.0), logprobs=(-1.0, -1.0, -9999.0))
     scaled = clipped(advantages=(0.5, -4.0, 0.0))
     outputs = trainer.forward({"weighted": weighted, "scaled": scaled})
     first, second = outputs["weighted"], outputs["scaled"]
