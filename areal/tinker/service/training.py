@@ -85,7 +85,7 @@ class Training:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._thread.stop()
-        await self._recovery.forget_begun()
+        await self._note_begun()
 
     @property
     def backend_error(self) -> str | None:
@@ -163,7 +163,7 @@ class Training:
         """Run the requests of one turn."""
         started = time.monotonic()
         try:
-            await self._recovery.note_begun(group)
+            await self._note_begun(*group)
             if group[0][1].request.batched:
                 await self._run_batch(group)
             else:
@@ -180,6 +180,12 @@ class Training:
                 model.running = ()
             self.seconds[group[0][1].kind] += time.monotonic() - started
             end_turn()
+
+    async def _note_begun(self, *begun: tuple[LiveModel, Entry]) -> None:
+        """Store which requests are about to run; without any, that none runs."""
+        if self._settings.recovery:
+            seqs = {model.id: entry.seq for model, entry in begun}
+            await (self._futures.note_begun(seqs) if seqs else self._futures.forget_begun())
 
     async def _run_batch(self, group: list[tuple[LiveModel, Entry]]) -> None:
         """Run requests of one or more models in one call."""
@@ -277,9 +283,9 @@ class Training:
         """Restore a model in a turn, in which the backend does nothing else."""
         head, model.busy = model.head(), True
         try:
-            await self._recovery.note_begun([(model, head)] if head else [])
+            await self._note_begun(*([(model, head)] if head else []))
             await self._recovery.restore(model, self._execute)
-            await self._recovery.forget_begun()
+            await self._note_begun()
         except BackendLostError as error:
             await self._lose_models(str(error), [(model, head)] if head else [])
         except Exception as error:
@@ -321,7 +327,7 @@ class Training:
     async def _lose_models(self, error: str, interrupted: Sequence[tuple[LiveModel, Entry]] = ()) -> None:
         """Start the backend again after its loss. All models are restored before their next request, unless that is the cause of the loss."""
         logger.error("the backend is lost: %s", error)
-        await self._recovery.forget_begun()
+        await self._note_begun()
         lost = [] if self._settings.recovery else list(self.order.models.values())
         for model in self.order.models.values():
             model.in_backend = False

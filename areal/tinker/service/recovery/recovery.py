@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from areal.tinker.backends.errors import BackendLostError, ServerError
 from areal.tinker.service.backend_thread import BackendThread
 from areal.tinker.service.checkpoints import CheckpointRegistry
 from areal.tinker.service.order import Entry, LiveModel
-from areal.tinker.service.recovery.survivors import changes_model, decode_entry, forget_begun, note_begun
+from areal.tinker.service.recovery.survivors import changes_model, decode_entry
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.futures import Futures
 from areal.tinker.service.store.tables import futures, journal, models
@@ -131,26 +131,6 @@ class Recovery:
         except Exception as error:
             logger.warning("%s has timed out and could not be saved: %s", model.id, error)
             return None
-
-    # ------------------------------------------------------------------ interrupted requests
-
-    async def note_begun(self, group: Sequence[tuple[LiveModel, Entry]]) -> None:
-        """Store which requests are about to run: if the server ends, the next one counts them as interrupted."""
-        seqs = {model.id: entry.seq for model, entry in group}
-        await self._note(lambda connection: note_begun(connection, seqs))
-
-    async def forget_begun(self) -> None:
-        """Store that no request runs: none is the cause if the server ends."""
-        await self._note(forget_begun)
-
-    async def _note(self, work: Callable[[Connection], None]) -> None:
-        if not self._settings.recovery:
-            return
-        # Requests run without this note as well.
-        try:
-            await self._database.write(work)
-        except Exception as error:
-            logger.warning("it could not be stored which requests have begun: %s", error)
 
     # ------------------------------------------------------------------ restoration
 

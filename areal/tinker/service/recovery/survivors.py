@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, select, update
 
 from areal.tinker.backends.prepared import decode_request
 from areal.tinker.service.checkpoints import spec_of
 from areal.tinker.service.order import Entry, LiveModel
 from areal.tinker.service.requests import RawChunk, RawDatum, RawTensor
 from areal.tinker.service.store.database import Database
+from areal.tinker.service.store.futures import forget_begun
 from areal.tinker.service.store.tables import futures, journal, models, sessions
 from areal.tinker.service.verbs.verb import TrainingRequest
 
@@ -57,18 +58,6 @@ def _survivors(connection: Connection) -> tuple[list[Survivor], dict[str, str]]:
     # No request has begun in this server.
     forget_begun(connection)
     return survivors, reasons
-
-
-def note_begun(connection: Connection, seqs: Mapping[str, int]) -> None:
-    """Note, by model, the number of the request that is about to run, or for which the model is restored."""
-    chosen = update(models).where(models.c.id == bindparam("model")).values(begun_seq=bindparam("seq"))
-    if seqs:
-        connection.execute(chosen, [{"model": model_id, "seq": seq} for model_id, seq in seqs.items()])
-
-
-def forget_begun(connection: Connection) -> None:
-    """Forget which requests have begun."""
-    connection.execute(update(models).where(models.c.begun_seq.is_not(None)).values(begun_seq=None))
 
 
 def _survivor(connection: Connection, row: Any) -> Survivor:

@@ -7,18 +7,18 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, delete, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from areal.tinker.backends.prepared import decode_result, encode_request, encode_result
 from areal.tinker.service.errors import ConflictError, NotFoundError
 from areal.tinker.service.requests import FutureState, Outcome
 from areal.tinker.service.store.database import Database
-from areal.tinker.service.store.tables import futures, journal, sessions
+from areal.tinker.service.store.tables import futures, journal, models, sessions
 
 Category = Literal["user", "server", "unknown"]
 CACHE_BYTES = 2**26
@@ -27,6 +27,11 @@ CACHE_BYTES = 2**26
 _INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 
 logger = logging.getLogger(__name__)
+
+
+def forget_begun(connection: Connection) -> None:
+    """Store that no request runs: none is the cause if the server ends."""
+    connection.execute(update(models).where(models.c.begun_seq.is_not(None)).values(begun_seq=None))
 
 
 @dataclass
@@ -67,6 +72,23 @@ class Futures:
     def pending(self) -> int:
         """Return the number of requests without a result."""
         return len(self._waiting)
+
+    async def note_begun(self, seqs: Mapping[str, int]) -> None:
+        """Store, by model, the number of the request that is about to run: if the server ends, the next one counts it as interrupted."""
+        chosen = update(models).where(models.c.id == bindparam("model")).values(begun_seq=bindparam("seq"))
+        rows = [{"model": model_id, "seq": seq} for model_id, seq in seqs.items()]
+        await self._note(lambda connection: connection.execute(chosen, rows))
+
+    async def forget_begun(self) -> None:
+        """Store that no request runs."""
+        await self._note(forget_begun)
+
+    async def _note(self, work: Callable[[Connection], object]) -> None:
+        # Requests run without this note as well.
+        try:
+            await self._database.write(work)
+        except Exception as error:
+            logger.warning("it could not be stored which requests have begun: %s", error)
 
     async def add(self, kind: str, key: Key, notes: Any = None, journaled: Any = None) -> tuple[str, bool]:
         """Store a new request. Returns its id, and whether it is new: a retry has the id of the first request.

@@ -30,13 +30,13 @@ def steps_not_run_again(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.service.recovery.recovery:Recovery.note_begun",
+    "areal.tinker.service.store.futures:Futures.note_begun",
     "unit/tinker/service/test_durability.py::test_a_request_that_ends_every_server_loses_its_model_only",
 )
 def begun_requests_are_not_stored(right: Function) -> Function:
     """A request that ends its server is run again without end."""
 
-    async def wrong(self: Any, group: Any) -> None:
+    async def wrong(self: Any, seqs: Any) -> None:
         return None
 
     return wrong
