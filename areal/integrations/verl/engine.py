@@ -23,7 +23,7 @@ from verl.utils.py_functional import append_to_dict
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
-from areal.api import FinetuneSpec, MicroBatch, MicroBatchSpec, NamedTensor, SaveLoadMeta, TokenOutputs
+from areal.api import FinetuneSpec, MicroBatch, MicroBatchList, MicroBatchSpec, NamedTensor, SaveLoadMeta, TokenOutputs
 from areal.api.engine import Outputs
 from areal.engine.registry import create_engine
 from areal.integrations.options import check_options
@@ -153,7 +153,7 @@ class ArealEngine(BaseEngine):
             loss, metrics = loss_function(model_output=jagged, data=part, dp_group=self.engine.dp_group)
             return loss / size, {"loss": loss.item(), "metrics": metrics, "values": kept}
 
-        mbs = self.engine.microbatches(_samples(data), mb_spec=self._spec(data))
+        mbs = self._microbatches(data)
         results = self.engine.forward_backward_batch(mbs, process, outputs=names, forward_only=forward_only)
         metrics: dict[str, Any] = {}
         for result in results:
@@ -162,14 +162,29 @@ class ArealEngine(BaseEngine):
         outputs = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in restored.items()}
         return {"model_output": outputs, "loss": [result["loss"] for result in results], "metrics": metrics}
 
-    def _spec(self, data: TensorDict) -> MicroBatchSpec:
-        """Return verl's rules for micro-batches: a number of samples, or a budget for each rank that divides a sequence."""
+    def _microbatches(self, data: TensorDict) -> MicroBatchList:
+        """Divide a batch, into equally many micro-batches on all ranks: verl compares the metrics of ranks one by one."""
+        samples = _samples(data)
+        mbs = self.engine.microbatches(samples, mb_spec=self._spec(data))
+        counts = self.engine.control.gather(len(mbs.real))
+        if len(set(counts)) == 1:
+            return mbs
+        return self.engine.microbatches(samples, mb_spec=self._spec(data, n_mbs=max(counts)))
+
+    def _spec(self, data: TensorDict, n_mbs: int | None = None) -> MicroBatchSpec:
+        """Return verl's rules for micro-batches: a number of samples, or a budget for each rank that divides a sequence.
+
+        Args:
+            data: batch with verl's rules.
+            n_mbs: least number of micro-batches of a budget.
+        """
         group = tu.get_non_tensor_data(data=data, key="force_group_size", default=1)
         rules = {"granularity": group, "equal_batches": "allow", "overlong": "alone"}
         # What the caller configured in engine.options applies too, such as shared prefixes.
         if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
             budget = tu.get_non_tensor_data(data=data, key="max_token_len_per_gpu", default=None)
-            return self._config.mb_spec.resized(max_tokens_per_mb=budget and budget * self.engine.dims.cp, **rules)
+            budget = budget and budget * self.engine.dims.cp
+            return self._config.mb_spec.resized(max_tokens_per_mb=budget, n_mbs=n_mbs, **rules)
         samples = tu.get_non_tensor_data(data=data, key="micro_batch_size_per_gpu", default=None)
         return self._config.mb_spec.resized(samples_per_mb=samples and samples * group, **rules)
 
@@ -199,7 +214,8 @@ class ArealEngine(BaseEngine):
         **kwargs: Any,
     ) -> None:
         folder = Path(local_path)
-        self.engine.save(self._meta(folder))
+        contents = self._checkpoints
+        self.engine.save(self._meta(folder, optimizer=contents.should_save_optimizer, extra=contents.should_save_extra))
         if self._checkpoints.should_save_hf_model:
             self.engine.save(SaveLoadMeta(folder / "huggingface"))
         if dist.get_rank() == 0:
@@ -208,13 +224,18 @@ class ArealEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
     ) -> None:
-        self.engine.load(self._meta(Path(local_path)))
+        contents = self._checkpoints
+        if not contents.should_load_model:
+            raise ValueError(
+                f"checkpoint.load_contents = {list(contents.checkpoint_load_contents)}: a checkpoint is loaded with its model; add 'model'"
+            )
+        optimizer, extra = contents.should_load_optimizer, contents.should_load_extra
+        self.engine.load(self._meta(Path(local_path), optimizer=optimizer, extra=extra))
 
-    def _meta(self, folder: Path) -> SaveLoadMeta:
-        stateful: dict[str, Any] = {} if self._schedule is None else {"schedule": self._schedule}
-        return SaveLoadMeta(
-            folder / "areal", weight_format="dcp", with_optim=self._config.optimizer is not None, stateful=stateful
-        )
+    def _meta(self, folder: Path, *, optimizer: bool, extra: bool) -> SaveLoadMeta:
+        stateful: dict[str, Any] = {"schedule": self._schedule} if extra and self._schedule is not None else {}
+        with_optim = optimizer and self._config.optimizer is not None
+        return SaveLoadMeta(folder / "areal", weight_format="dcp", with_optim=with_optim, stateful=stateful)
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -144,12 +145,13 @@ def main(model: str, role: str, engine: str, folder: str) -> None:
 
     def step() -> None:
         data = shard()
-        tu.assign_non_tensor(data, update_lr_scheduler=True)
-        output = worker.train_batch(data)
+        # As verl's trainers call it: it compares the metrics of ranks micro-batch by micro-batch.
+        tu.assign_non_tensor(data, num_mini_batch=1)
+        output = worker.train_mini_batch(data)
         if output is not None:
             metrics = tu.get(output, "metrics")
-            said["losses"].append(metrics["loss"])
-            said["norms"].append(metrics["grad_norm"])
+            said["losses"].append(float(np.mean(metrics["loss"])))
+            said["norms"].append(float(np.mean(metrics["grad_norm"])))
 
     for _ in range(3):
         step()

@@ -127,7 +127,8 @@ def checkpoints_of_ranks_are_not_compared(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.loss_step:_returned", "unit/losses/test_loss_step.py::test_outputs_are_returned_as_before_the_loss*"
+    "areal.engine.loss_step:_returned",
+    "unit/losses/test_loss_step.py::test_outputs_are_returned_as_before_the_loss[True]",
 )
 def returned_outputs_are_those_of_the_loss(right: Function) -> Function:
     """Outputs that a call returns have the changes that the loss has made in place."""
