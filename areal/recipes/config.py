@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from areal.api import FinetuneSpec, LoRAConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.sections.strict import StrictConfig
@@ -22,7 +22,8 @@ _ENGINE_FIELDS = {
     "lora": "lora_rank",
     "value_head": "the recipe",
 }
-"""Fields of an engine that a run sets itself, each with the setting that does."""
+_OPTIMIZER_FIELDS = {name: name for name in ("lr", "lr_scheduler", "warmup_steps")}
+"""Fields of an engine, and of an optimizer, that a run sets itself, each with the setting that does."""
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -121,20 +122,13 @@ class RunConfig(StrictConfig):
     wandb: dict[str, Any] = Field(default={}, description="Options of the W&B tracker, such as `project`.")
     mlflow: dict[str, Any] = Field(default={}, description="Options of the MLflow tracker, such as `experiment`.")
 
-    @field_validator("optimizer")
+    @field_validator("engine", "optimizer")
     @classmethod
-    def _optimizer_has_own_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in ("lr", "lr_scheduler", "warmup_steps"):
-            if name in value:
-                raise ValueError(f"optimizer.{name} is set by {name}: leave it out here")
-        return value
-
-    @field_validator("engine")
-    @classmethod
-    def _engine_has_own_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _tables_have_own_fields(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        known = _ENGINE_FIELDS if info.field_name == "engine" else _OPTIMIZER_FIELDS
         for name in value:
-            if name in _ENGINE_FIELDS:
-                raise ValueError(f"engine.{name} is set by {_ENGINE_FIELDS[name]}: leave it out here")
+            if name in known:
+                raise ValueError(f"{info.field_name}.{name} is set by {known[name]}: leave it out here")
         return value
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
 from areal.engine.attention.huggingface import PACKED_ATTENTION
+from areal.engine.model.hub import check_rope
 from areal.engine.model.media import IMAGE_FAMILIES
 from areal.engine.model.probe import probe
 
@@ -26,7 +27,6 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _PACKABLE_LAYERS = _ATTENTION_LAYERS | {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 """Kinds of layers that may be packed. Whether those of a family keep sequences apart, its tiny copy shows."""
 
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -82,12 +82,7 @@ def _check_trainable(config: PretrainedConfig) -> None:
     layerdrop = getattr(config.get_text_config(), "layerdrop", 0.0)
     if layerdrop:
         raise ValueError(f"layerdrop = {layerdrop}: every rank would skip other layers; set it to 0.0 in config.json")
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
-        raise ValueError(
-            f"rope_type = {rope['rope_type']!r}: its frequencies depend on the longest sequence beside a token, so that the "
-            "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
-        )
+    check_rope(config)
 
 
 def _declared_obstacle(config: PretrainedConfig) -> str | None:

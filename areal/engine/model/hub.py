@@ -30,6 +30,9 @@ MODEL_FILES = (
 """Files of a model other than weights and configuration. A checkpoint gets copies from the model's source."""
 
 
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
 def model_folder(path: str | Path) -> Path:
     """Return the directory of a model: ``path`` itself, or the local download of the hub model of that name.
 
@@ -64,6 +67,16 @@ def read_config(path: str) -> PretrainedConfig:
 def max_positions(config: PretrainedConfig) -> int | None:
     """Return the length of the sequences for which a model was made, in tokens; ``None`` if its configuration does not tell it."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_rope(config: PretrainedConfig) -> None:
+    """Raise a ``ValueError`` if the rotary frequencies of a token depend on the rest of its batch."""
+    rope = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
+    if rope in _BATCH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"rope_type = {rope!r}: its frequencies depend on the longest sequence beside a token, so that the "
+            "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
+        )
 
 
 def copy_model_files(source: str, draft: Path) -> list[str]:

@@ -67,11 +67,11 @@ class AgentProgram:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-            texts = [_text_of(file) for file in (printed, errors)]
+            text, last_words = _text_of(printed), _text_of(errors)
         if process.returncode:
-            last = texts[1].strip()[-_SHOWN:]
+            last = last_words.strip()[-_SHOWN:]
             raise RuntimeError(f"{self._command[0]} ended with exit code {process.returncode}: {last}")
-        return texts[0]
+        return text
 
 
 def _text_of(file: IO[bytes]) -> str:

@@ -83,10 +83,8 @@ def _check_options(model: Any, engine: ArealEngineConfig, optimizer: Any) -> Non
         "model.use_liger": (model.use_liger, [False]),
         "model.use_fused_kernels": (model.use_fused_kernels, [False]),
         "model.use_remove_padding": (model.use_remove_padding, [True]),
-        "model.lora.rank": (
-            dict(getattr(model, "lora", None) or {}).get("rank", 0),
-            [0],
-        ),  # of its Megatron engine; here `model.lora_rank`
+        # Of verl's Megatron engine; here it is `model.lora_rank`.
+        "model.lora.rank": (dict(getattr(model, "lora", None) or {}).get("rank", 0), [0]),
         "model.exclude_modules": (model.exclude_modules, [None]),
         "model.target_parameters": (model.target_parameters, [None]),
         "model.override_config": (override or None, [None]),

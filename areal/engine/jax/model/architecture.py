@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.engine.batch_rules import Experts
 from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT, value_bias
+from areal.engine.model.hub import check_rope
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that the engine computes."""
@@ -23,8 +24,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _WINDOW_OF_ALL_LAYERS = frozenset({"mistral", "qwen3_moe"})
 _WINDOW_BY_KIND = frozenset({"qwen2", "qwen3"})
 """Families whose layers have the window, all of them or those that ``layer_types`` names. Others ignore both fields."""
-
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LAYER = "model.layers.*."
@@ -159,12 +158,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             f"mlp_only_layers = {config.mlp_only_layers}, decoder_sparse_step = {config.decoder_sparse_step}: the JAX engine runs "
             "layers of one kind; choose 'fsdp' for dense layers among layers with experts"
         )
-    rope = config.rope_parameters.get("rope_type")
-    if rope in _BATCH_DEPENDENT_ROPE:
-        raise ValueError(
-            f"rope_type = {rope!r}: its frequencies depend on the longest sequence beside a token, so that the "
-            "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
-        )
+    check_rope(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

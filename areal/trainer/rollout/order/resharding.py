@@ -42,7 +42,7 @@ def resharded(states: Sequence[Mapping[str, Any]], share: Share, plan: Plan) -> 
     finished = {number for number in range(end) if share.index(number) in done}
     floor = next(number for number in range(end + 1) if number not in finished)
     mine, place = [], 0  # place of a group among those of the next batches
-    for number in sorted(set(range(floor, end)) - finished):
+    for number in (number for number in range(floor, end) if number not in finished):
         found = waiting.get(share.index(number))
         if found is None:
             place += 1  # it is played again
