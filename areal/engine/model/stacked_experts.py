@@ -24,7 +24,9 @@ def is_grouped_product(function: Any) -> bool:
 
 def has_stacked_experts(module: nn.Module) -> bool:
     """Return whether this module has the stacked weights itself. Its forward takes hidden states, expert ids and expert weights."""
-    return all(getattr(module, name, torch.empty(0)).dim() == 3 for name in WEIGHTS)
+    # A dense layer may have linear modules of these names (Phi-3, Zamba2).
+    weights = [getattr(module, name, None) for name in WEIGHTS]
+    return all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
 
 
 def stacked_experts(module: nn.Module) -> list[Any]:

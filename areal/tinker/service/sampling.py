@@ -248,8 +248,7 @@ class Samplers:
         notes = {"record_stability_info": True} if request.record_stability_info else None
         request_id, new = await self._futures.add("sample", key, notes)
         # One id for each answer; the same after a retry.
-        count = request.num_samples if isinstance(request.num_samples, int) else 1
-        ids = tuple(f"{request_id}:{i}" for i in range(max(1, min(count, self._settings.max_num_samples))))
+        ids = tuple(f"{request_id}:{i}" for i in range(self._answers(request)))
         if new:
             try:
                 if self._backend is None:
@@ -280,7 +279,12 @@ class Samplers:
         params = request.sampling_params  # not validated yet
         asked = params.get("max_tokens") if isinstance(params, Mapping) else None
         answer = min(asked, longest) if isinstance(asked, int) and asked > 0 else longest
-        return prompt + answer * (request.num_samples if isinstance(request.num_samples, int) else 1)
+        return prompt + answer * self._answers(request)
+
+    def _answers(self, request: Sample) -> int:
+        """Return the number of answers that a request asks for, within bounds: it is not validated yet."""
+        count = request.num_samples if isinstance(request.num_samples, int) else 1
+        return max(1, min(count, self._settings.max_num_samples))
 
     def _start(self, request_id: str, session: _Session | None, request: Sample, prepared: SamplingRequest) -> None:
         task = asyncio.get_running_loop().create_task(self._run(request_id, session, request, prepared))

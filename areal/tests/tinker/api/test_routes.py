@@ -110,8 +110,9 @@ def test_an_unknown_field_is_refused_in_its_turn_unless_it_is_off() -> None:
     assert isinstance(refused, RefusedRequest)
     assert (refused.seq_id, "later_option" in refused.message) == (4, True)
     assert isinstance(inflight, RefusedRequest)
-    answer = posted("asample", {**JSON_BODIES["asample"], "prompt_alt_tokens_k": 2})
-    assert (answer.status_code, "prompt_alt_tokens_k" in answer.json()["error"]) == (422, True)
+    for route in ("asample", "create_model", "load_weights", "create_sampling_session"):  # in no turn of a model
+        answer = posted(route, {**JSON_BODIES[route], "later_option": 2})
+        assert (answer.status_code, "later_option" in answer.json()["error"]) == (422, True), route
 
 
 RECIPIENTS = {"age_encryption_recipients": ["age1a", "ssh-rsa b"]}

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssConfig, Phi3Config
 
 from areal.api import ParallelDims, TrainEngineConfig
 from areal.api.sections.experts import MoEConfig
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.batch_rules import Experts
 from areal.engine.fsdp.expert_parallel import check_experts
+from areal.engine.model.stacked_experts import stacked_experts
 from areal.engine.moe.balance_loss import AUX_LOSS, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
 from areal.engine.moe.routing import ExpertRouting, Tally
 from areal.engine.stream.layout import layout_of
@@ -134,3 +135,18 @@ def test_experts_that_ranks_cannot_divide_are_refused(family: str, words: str) -
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=f"{words}.*leave e out"):
         check_experts(config, model, ParallelDims.parse("fsdp:d1e2"))
+
+
+def test_dense_layers_with_names_of_experts_are_no_experts() -> None:
+    """Linear modules of Phi-3 and Zamba2 have the names of stacked weights."""
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Phi3Config(**sizes, num_key_value_heads=1, pad_token_id=0))
+    assert hasattr(model.model.layers[0].mlp, "gate_up_proj")
+    assert stacked_experts(model) == []

@@ -90,12 +90,19 @@ async def submit_in_turn(
     return submitted_json(await service.submit(verb(**shared, **body.fields())))
 
 
+def _refuse_unknown(body: schemas.Body) -> None:
+    """Raise a BodyError for fields that this server does not support. For requests that have no turn of a model."""
+    if (refusal := body.refusal()) is not None:
+        raise BodyError(422, refusal)
+
+
 # ---- models
 
 
 @training_routes.post("/create_model")
 async def create_model(body: schemas.CreateModelBody, service: ServiceDependency) -> dict[str, Any]:
     """Create an adapter of a base model."""
+    _refuse_unknown(body)
     request = CreateModel(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
@@ -191,6 +198,7 @@ async def load_weights(body: schemas.LoadWeightsBody, service: ServiceDependency
     """Load a checkpoint into a model (``model_id``), or create a model from it (``session_id`` and ``model_seq_id``)."""
     if body.session_id is None or body.model_seq_id is None:
         return await submit_in_turn(service, body, LoadWeights)
+    _refuse_unknown(body)
     request = CreateFromCheckpoint(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
@@ -210,6 +218,7 @@ async def load_weights(body: schemas.LoadWeightsBody, service: ServiceDependency
 @sampling_routes.post("/create_sampling_session")
 async def create_sampling_session(body: schemas.SamplingSessionBody, service: ServiceDependency) -> dict[str, Any]:
     """Start to sample from the base model, or from a checkpoint."""
+    _refuse_unknown(body)
     sampling_session_id = await service.create_sampling_session(
         body.session_id, body.sampling_session_seq_id, base_model=body.base_model, model_path=body.model_path
     )
@@ -225,8 +234,7 @@ async def get_sampler(sampler_id: Identifier, service: ServiceDependency) -> dic
 @sampling_routes.post("/asample", responses={429: {"description": "The queue is full: try again later."}})
 async def asample(body: schemas.SampleBody, service: ServiceDependency) -> dict[str, Any]:
     """Sample answers to a prompt."""
-    if (refusal := body.refusal()) is not None:
-        raise BodyError(422, refusal)
+    _refuse_unknown(body)
     try:
         request = codec.sample_from_json(body)
     except ValueError as error:

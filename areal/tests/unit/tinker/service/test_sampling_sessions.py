@@ -26,6 +26,7 @@ from areal.tests.unit.tinker.service.fakes import (
 )
 from areal.tinker.backends.errors import UserError
 from areal.tinker.service.errors import BusyError, ConflictError, NotFoundError, SessionOverError
+from areal.tinker.service.settings import ServiceLimits
 from areal.tinker.service.tenants.caller_service import CallerService
 from areal.tinker.service.verbs.weights import SaveForSampler
 
@@ -77,9 +78,10 @@ def test_ids_of_answers_and_retries(tmp_path: Path) -> None:
             assert await service.submit(sample(name)) != await service.submit(sample(name))
             # A wrong request has ids, too, and fails alone.
             assert "could not be read" in await refused(service, sample(name, 9, sampling_params=3))
-            wrong = await service.submit(sample(name, 8, num_samples=0))
-            assert len(wrong.sample_sequence_ids or ()) == 1
-            assert "num_samples" in ((await outcome(service, wrong)).error or "")
+            for number, count in enumerate((0, -(2**62), 2**62), start=10):
+                wrong = await service.submit(sample(name, number, num_samples=count))
+                assert len(wrong.sample_sequence_ids or ()) == max(1, min(count, ServiceLimits().max_num_samples))
+                assert "num_samples" in ((await outcome(service, wrong)).error or "")
 
     asyncio.run(main())
 
