@@ -60,7 +60,7 @@ class DiskTransport(TensorTransport):
     Args:
         control: control plane over all ranks of the trainer.
         folder: directory on a file system that the receivers can read.
-        keep: number of newest versions to keep, at least 1. With 2, a slow reader has the time of one more update.
+        keep: number of newest versions to keep, at least 1. With 2, a slow reader has the time of one more update. ``None`` keeps all.
         cast: dtype in which floating-point tensors are written.
         model: directory or hub name of the model. If given, configuration and tokenizer are written next to the
             weights, so that ``from_pretrained`` and inference servers can load a version like any model.
@@ -75,12 +75,12 @@ class DiskTransport(TensorTransport):
         control: Control,
         folder: str | Path,
         *,
-        keep: int = 2,
+        keep: int | None = 2,
         cast: torch.dtype | None = None,
         model: str | None = None,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        if keep < 1:
+        if keep is not None and keep < 1:
             raise ValueError(f"keep = {keep}: keep at least 1 version")
         if file_bytes < 1:
             raise ValueError(f"file_bytes = {file_bytes}: give at least 1")
@@ -91,7 +91,7 @@ class DiskTransport(TensorTransport):
 class _DiskSender:
     """Implements :class:`~areal.weight_sync.transport.TensorSender` on a draft directory."""
 
-    def __init__(self, folder: Path, keep: int, model: str | None, file_bytes: int) -> None:
+    def __init__(self, folder: Path, keep: int | None, model: str | None, file_bytes: int) -> None:
         self._folder, self._keep, self._model = folder, keep, model
         self._file_bytes = file_bytes
         self._path = folder
@@ -129,7 +129,8 @@ class _DiskSender:
         self._draft = None
         logger.debug("%s: published", self._path)
         # Remove old versions only now, so that readers always find one.
-        prune(self._folder, self._keep)
+        if self._keep is not None:
+            prune(self._folder, self._keep)
         logger.debug("%s: pruned", self._path)
 
     def abort(self, why: str) -> None:

@@ -148,12 +148,12 @@ class Transport(ABC):
 
     @contextlib.contextmanager
     def _aborting_on_error(self) -> Iterator[None]:
-        """Abort the update on an error of any rank: this rank must not leave its receivers waiting."""
+        """Abort the update on an error of any rank, or an interrupt: this rank must not leave its receivers waiting."""
         try:
             yield
-        except Exception as failure:
+        except BaseException as failure:
             if self._sender is not None:
-                self._sender.abort(str(failure))
+                self._sender.abort(str(failure) or type(failure).__name__)
             raise
 
 

@@ -29,7 +29,7 @@ from areal.weight_sync.transport import Transport
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
-"""Versions of an adapter that stay in the folder, as of a model."""
+"""Versions of a model or an adapter that stay in the folder after an update."""
 
 
 class WeightUpdates:
@@ -58,7 +58,7 @@ class WeightUpdates:
         self._transport: Transport | None = None
         self._members: Members | None = None
         if folder is not None:
-            self._transport = DiskTransport(control, folder, model=model, cast=cast)
+            self._transport = DiskTransport(control, folder, keep=None, model=model, cast=cast)
 
     def send_by(self, carrier: AnyCarrier, members: Members, cast: torch.dtype | None, seconds: float) -> None:
         """Send the model's weights over a process group, or by handles of memory, from now on.
@@ -87,10 +87,7 @@ class WeightUpdates:
         else:
             path = self._require_folder() / version_name(version)
             engine.adapters.save(engine.adapters.selected, path)
-            self.load(path, version)
-            # A server that was started anew loads this version, and one whose next load fails loads it again.
-            if self._control.rank == 0:
-                prune(path.parent, _KEPT)
+            self._load_last(path, version)
 
     def _send(self, engine: TrainEngine, version: int) -> None:
         """Send an engine's weights. A server that dies while a process group sends them is left out, and the others get them once more."""
@@ -144,7 +141,13 @@ class WeightUpdates:
     def _load_written(self, version: int) -> None:
         """Load what the transport has written, if it writes."""
         if isinstance(self._transport, DiskTransport):
-            self.load(self._require_folder() / version_name(version), version)
+            self._load_last(self._require_folder() / version_name(version), version)
+
+    def _load_last(self, path: Path, version: int) -> None:
+        """Load a version on all servers. After an error all versions stay: servers go on with the one that they had."""
+        self.load(path, version)
+        # A server that was started anew loads this version, and one whose next load fails loads it again.
+        self._control.attempt(lambda: prune(path.parent, _KEPT) if self._control.rank == 0 else [])
 
     def _load(self, folder: str, version: int) -> None:
         """Load a version on all servers of this rank."""

@@ -212,5 +212,5 @@ def join_boxes(boxes: Sequence[Numbers]) -> Joined | None:
         others = [pair for d, pair in enumerate(zip(numbers, first, strict=True)) if d != dimension]
         if (start, step) != (stop, first[dimension][2]) or any(own != expected for own, expected in others):
             return None
-        stop = numbers[dimension][1]
+        stop = start + len(range(*numbers[dimension])) * step
     return Joined(tuple(box), dimension, order)

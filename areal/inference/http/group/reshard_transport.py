@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.control import Control
-from areal.api.weights import LocalTensor, SelectName, TensorSource, WeightUpdateMeta
+from areal.api.weights import LocalTensor, SelectName, WeightUpdateMeta
 from areal.inference.http.group.chunk import CHUNK_BYTES
 from areal.inference.http.group.held_tensors import HeldTensors
 from areal.inference.http.group.reshard_carrier import ReshardCarrier
@@ -74,15 +74,17 @@ class ReshardTransport(Transport):
         super().close()
         self._links.abort()
 
-    def _stream(self, source: TensorSource, version: int, select: SelectName | None, note: str) -> WeightUpdateMeta:
+    def _stream(self, source: Any, version: int, select: SelectName | None, note: str) -> WeightUpdateMeta:
         with self._aborting_on_error():
             try:
                 plan = self._make_plan(source, note)
                 self._meet(plan, note)
+                # A source that refuses does so before servers are told of the update.
+                parts = self._control.attempt(lambda: HeldTensors(source.local_tensors(), self._counts), note)
                 self._control.attempt(partial(self._announce, plan), note)
-                self._control.attempt(partial(self._send, source, plan), note)
+                self._control.attempt(partial(self._send, parts, plan), note)
                 self._control.attempt(self._end, note)
-            except Exception:
+            except BaseException:
                 self._leave()
                 raise
         return WeightUpdateMeta(version, "full", len(plan.tensors), plan.nbytes)
@@ -131,10 +133,10 @@ class ReshardTransport(Transport):
         if self._group is not None:
             self._group.announce(plan, self._seconds(plan))
 
-    def _send(self, source: Any, plan: ReshardPlan) -> None:
+    def _send(self, parts: HeldTensors, plan: ReshardPlan) -> None:
         """Send the shards of this rank. After an error it goes on to exchange parts, for which the other ranks wait."""
-        sending, failure = Sending(self._links, self._seconds(plan)), None
-        parts = HeldTensors(source.local_tensors(), self._counts)
+        failure: Exception | None = None
+        sending = Sending(self._links, self._seconds(plan))
         try:
             for index, tensor in enumerate(plan.tensors):
                 if failure is not None and not tensor.parts:

@@ -69,6 +69,7 @@ class GroupSender:
     def prepare(self, version: int, kind: UpdateKind) -> None:
         if kind != "full":
             raise ValueError("select: servers over a process group receive all tensors; leave it None, or use the disk")
+        self._end_interrupted()
         starts = dict(self._servers.members())
         members = list(starts)
         # Those that are away need nothing more: with their return, another group begins.
@@ -139,9 +140,15 @@ class GroupSender:
                 ignore_errors(lambda: self._servers.release(None, faults))
 
     def close(self) -> None:
+        self._end_interrupted()
         members = list(self._joined)
         self._leave()
         self._each(members, self._routes.leave, min(self._timeout, _RECOVER_SECONDS))
+
+    def _end_interrupted(self) -> None:
+        """Abort an update that was interrupted outside of the transfer."""
+        if self._held:
+            self.abort("its end was interrupted")
 
     # ---- the group
 

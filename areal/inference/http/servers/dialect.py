@@ -154,7 +154,7 @@ class Dialect(Protocol):
 
     @property
     def group(self) -> GroupRoutes | None:
-        """Requests with which the servers receive weights over a process group; ``None`` if they cannot."""
+        """Requests with which servers receive weights over a process group, new for each caller; ``None`` if they cannot."""
 
     def check(self, sampling: Sampling) -> None:
         """Raise unless the server's log-probs are those of the distribution from which it samples.

@@ -84,15 +84,15 @@ class SGLang:
         self, *, weights_backup: bool = False, adapter: str | None = None, routed_experts: int | None = None
     ) -> None:
         if routed_experts is not None and routed_experts < 1:
-            raise ValueError(
-                f"SGLang.routed_experts = {routed_experts}: pass the experts of a token, such as num_experts_per_tok"
-            )
+            raise ValueError(f"SGLang.routed_experts = {routed_experts}: pass the model's num_experts_per_tok")
         self._weights_backup, self.adapter, self._routed_experts = weights_backup, adapter, routed_experts
-        self.group = SGLangGroupRoutes()
+
+    @property
+    def group(self) -> SGLangGroupRoutes:
+        return SGLangGroupRoutes()  # which know the name of one rollout's group
 
     def check(self, sampling: Sampling) -> None:
-        # Everything can be drawn.
-        return None
+        return None  # everything can be drawn
 
     async def examine(self, ask: Ask) -> SGLangRoutes:
         info = await ask(HTTPCall.get("/server_info", SGLangServerInfo))

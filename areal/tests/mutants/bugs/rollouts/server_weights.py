@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from areal.engine.checkpoint.atomic_dir import prune
 from areal.tests.mutants.planting import Function, mutant
 
 HANDLES = "dist/weights/test_weights_by_handles.py::test_{}"
@@ -92,5 +93,31 @@ def replicas_send_everything(right: Function) -> Function:
     def wrong(self: Any, mesh: Any) -> Any:
         planned = right(self, mesh)
         return replace(planned, placements=None) if self.placed(mesh) is None else planned
+
+    return wrong
+
+
+GROUPS = "unit/inference/group/test_group_updates.py::test_{}"
+
+
+@mutant(
+    "areal.inference.http.group.sender:GroupSender._end_interrupted",
+    GROUPS.format("ctrl_c_in_an_update_leaves_no_server_paused[commit-*]"),
+)
+def interrupted_commit_left_alone(right: Function) -> Function:
+    """Servers stay paused after Ctrl-C in the commit of an update."""
+    return lambda self: None
+
+
+@mutant(
+    "areal.inference.http.updates:WeightUpdates._load_last",
+    "unit/inference/http/test_server_updates.py::test_version_before_is_loaded_again_after_a_failed_load",
+)
+def versions_removed_before_the_load(right: Function) -> Function:
+    """The version that servers go on with after a failed load is removed before that load."""
+
+    def wrong(self: Any, path: Any, version: int) -> None:
+        prune(path.parent, 1)
+        right(self, path, version)
 
     return wrong

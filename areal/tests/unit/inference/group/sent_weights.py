@@ -39,10 +39,10 @@ class Weights:
             shared.fill_(torch.nan)  # a source may overwrite a tensor when the next one is taken
 
 
-def interrupted_after(name: str) -> Callable[[str], None]:
+def interrupted_after(name: str, error: BaseException | None = None) -> Callable[[str], None]:
     def then(taken: str) -> None:
         if taken == name:
-            raise OSError("the source broke")
+            raise error or OSError("the source broke")
 
     return then
 

@@ -18,6 +18,8 @@ from areal.api.weights import NamedTensor
 from areal.inference.http import VLLM, SGLang
 from areal.inference.http.group import GlooCarrier, TorchCarrier
 from areal.inference.http.group.chunk import ChunkMemory, cut_chunks
+from areal.inference.http.group.sender import Members
+from areal.inference.http.servers.sglang import SGLangDestroyGroup
 from areal.tests.harness.limits import promptly
 from areal.tests.harness.servers.group.sending import GroupSending, version_in
 from areal.tests.harness.servers.group.server import GroupServer
@@ -143,6 +145,30 @@ def test_next_update_heals_servers_that_were_interrupted_by_the_source(
     assert not transport.faults
 
 
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("when", ["transfer", "commit"])
+def test_ctrl_c_in_an_update_leaves_no_server_paused(
+    servers: list[GroupServer], when: str, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    last = Weights(2)
+    with GroupSending([server.url for server in servers], VLLM(), GlooCarrier(), chunk_bytes=1) as transport:
+        transport.send(Weights(0), 0)
+        with monkeypatch.context() as patched:
+            if when == "commit":
+                patched.setattr(Members, "label", stop)
+            interrupted = Weights(1, interrupted_after(Q, KeyboardInterrupt())) if when == "transfer" else Weights(1)
+            with pytest.raises(KeyboardInterrupt):
+                transport.send(interrupted, 1)
+        if not closes:
+            transport.send(last, 2)
+    assert [server.paused for server in servers] == [False, False]
+    for server in [] if closes else servers:
+        assert_has(server, last)
+
+
 def test_next_update_heals_servers_of_which_one_refused_a_tensor(make: Make, servers: list[GroupServer]) -> None:
     """The tensors before it stay in the workers, and would be taken for those of the next update."""
     transport = make()
@@ -261,6 +287,18 @@ def test_module_arrives_under_its_names(make: Make) -> None:
         torch.testing.assert_close(server.workers[0].weights, dict(module.named_parameters()), rtol=0, atol=0)
     assert server.workers[0].group is None
     server.die()
+
+
+def test_groups_of_two_rollouts_have_a_name_each() -> None:
+    dialect = SGLang()
+    first, second = dialect.group, dialect.group
+    for name, routes in (("first", first), ("second", second)):
+        where = {"master_address": "127.0.0.1", "master_port": 1, "backend": "gloo", "group_name": name}
+        routes.join(where, 1, 2, None)
+    assert [routes.leave[0].body for routes in (first, second)] == [
+        SGLangDestroyGroup(group_name="first"),
+        SGLangDestroyGroup(group_name="second"),
+    ]
 
 
 def test_sglang_receives_over_a_named_group() -> None:

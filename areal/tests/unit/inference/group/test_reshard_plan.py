@@ -93,6 +93,10 @@ def test_neighbouring_parts_of_a_rank_are_one() -> None:
     assert join_boxes([]) is None
     assert join_boxes([((0, 4, 1), (0, 1, 1)), ((4, 8, 1), (1, 2, 1))]) is None
     assert join_boxes([((0, 4, 2), (0, 1, 1)), ((4, 8, 1), (0, 1, 1))]) is None
+    assert join_boxes([((0, 1, 2), (0, 4, 1)), ((1, 2, 2), (0, 4, 1))]) is None  # rows 0 and 1
+    alternating = join_boxes([((0, 3, 2), (0, 4, 1)), ((4, 8, 2), (0, 4, 1))])
+    assert alternating is not None
+    assert alternating.box == ((0, 8, 2), (0, 4, 1))  # rows 0, 2, 4 and 6
     assert one((8, 3), [[rows[1], rows[0]], [rows[2], rows[3]]]) == ((2, 1), (0, -1), False)
 
 
