@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
+from areal.engine.attention.recomputation import always_recomputed
 from areal.utils.functional.batch_invariant import TILE, batch_invariant
 
 KEY_BLOCK = 64
@@ -55,7 +56,8 @@ class _InvariantAttention(torch.autograd.Function):
         # Segments with a common prefix read the same rows.
         if segments.keys is not None:
             k, v = k.index_select(0, segments.keys), v.index_select(0, segments.keys)
-        with batch_invariant():
+        # The backward computes its own products: results that selective checkpointing kept would not be read.
+        with batch_invariant(), always_recomputed():
             return _attend(q, k, v, segments, options)
 
     @staticmethod

@@ -2,9 +2,8 @@
 
 Tokens of an image may see each other in both directions; see :class:`Bidirectional`.
 
-On a GPU in half precision: flash_attn if installed, else torch's ``varlen_attn``, which on a Hopper GPU may be
-FlashAttention 3. Otherwise: scaled dot-product attention
-on one run of segments of equal size at a time, so that neither a ``T x T`` mask nor padding is allocated.
+On a GPU in half precision: flash_attn if installed, else torch's ``varlen_attn``, which on a Hopper GPU may be FlashAttention 3. Otherwise:
+scaled dot-product attention on one run of segments of equal size at a time, so that neither a ``T x T`` mask nor padding is allocated.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from areal.engine.attention.capability import VARLEN_TAKES_GROUPS, activate_flash_attention_3, runs_varlen
-from areal.engine.attention.sinks import SUPPORTED as SINKS_SUPPORTED
-from areal.engine.attention.sinks import SinkAttention, TorchVarlen
+from areal.engine.attention.recomputation import always_recomputed
+from areal.engine.attention.sinks import SINKS_SUPPORTED, SinkAttention, TorchVarlen
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -346,7 +345,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attenti
 def _unfused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     """Compute the same as :func:`_fused` by plain operations, with sinks and softcap.
 
-    Memory is linear in the length: the backward recomputes one block of queries at a time.
+    Memory is linear in the length: the backward recomputes one block of queries at a time, with any activation checkpointing.
     """
     # Group query heads by key head, so that keys broadcast over their group: [n, Hkv, groups, tokens, dim].
     groups = q.shape[1] // k.shape[1]
@@ -360,6 +359,7 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Atten
     return _concat(run(q[..., i:j, :], k[..., a:b, :], v[..., a:b, :]) for i, j, a, b in blocks).flatten(1, 2)
 
 
+@always_recomputed()
 def _block(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions, causal: bool) -> Tensor:
     """Compute attention of one block of queries, with softmax statistics in at least float32."""
     logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * options.scale

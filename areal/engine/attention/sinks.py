@@ -91,6 +91,6 @@ class SinkAttention(torch.autograd.Function):
         return (*grads, (weight * moved).sum(1).neg_().to(sinks.dtype), None)
 
 
-SUPPORTED = VARLEN_TAKES_GROUPS
+SINKS_SUPPORTED = VARLEN_TAKES_GROUPS
 """Whether torch's kernel can be corrected for sinks. The arguments of its operations were read in torch 2.13, and have not
 changed since ``enable_gqa`` came; torch 2.11 runs plain operations."""

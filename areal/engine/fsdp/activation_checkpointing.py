@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from areal.api.config import ActivationCheckpointing
+from areal.engine.attention.recomputation import is_always_recomputed
 from areal.engine.torch.activations.offload import Hooks
 
 _aten = torch.ops.aten
@@ -70,7 +71,7 @@ def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, 
     Args:
         layers: layers of the model.
         how: ``"none"``, ``"full"`` to keep only a layer's input, or ``"selective"`` to keep also the results of
-            :func:`saved_ops`.
+            :func:`saved_ops`, except those in :func:`~areal.engine.attention.recomputation.always_recomputed`.
         fraction: float. Fraction of the layers, spread evenly.
     """
     if how == "none":
@@ -154,7 +155,7 @@ class _SavedOpsOnly(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._saved:
+        if func in self._saved and not is_always_recomputed():
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 

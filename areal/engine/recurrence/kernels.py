@@ -108,7 +108,8 @@ def _convolution(
 ) -> Tensor:
     channels, taps = weight.shape
     supported = activation in (None, "silu", "swish") and 2 <= taps <= 4 and channels % 8 == 0
-    if not supported or chunks.seq_idx is None or weight.dtype not in _DTYPES:
+    # The kernel recognizes adjacent channels by the stride between tokens, which is not defined for one token.
+    if not supported or chunks.seq_idx is None or weight.dtype not in _DTYPES or x.shape[-1] == 1:
         return causal_convolution(chunks, x, weight, bias, activation)
     # The kernel takes borders of sequences with channels that lie next to each other in memory.
     x = x.to(weight.dtype).transpose(1, 2).contiguous().transpose(1, 2)

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from areal.engine.attention.kernels import varlen_attn
+from areal.engine.attention.invariant import invariant_attention
+from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention, varlen_attn
 from areal.engine.fsdp import activation_checkpointing
 from areal.engine.fsdp.activation_checkpointing import recompute_layers, saved_ops
 from areal.engine.fsdp.compile import compile_layers
@@ -200,6 +201,48 @@ def test_attention_kernel_of_a_gpu_runs_once(how: Any, calls: int) -> None:
     assert counted.calls[torch.ops.torch_attn._varlen_attn.default] == calls
     assert counted.calls[torch.ops.torch_attn._varlen_attn_backward.default] == 1
     assert counted.calls[torch.ops.aten.tanh.default] == 4
+
+
+class PlainAttention(nn.Module):
+    """Packed attention by plain matrix products, between two projections."""
+
+    def __init__(self, kernel: Any, options: AttentionOptions) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._kernel, self._options = kernel, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(-1, 6, WIDTH // 2).split(2, 1)
+        return self.out(self._kernel(q, k, v, Segments.of([len(x)]), self._options).flatten(1))
+
+
+PLAIN = {
+    "softcap": (packed_attention, AttentionOptions(0.3, softcap=2.0)),
+    "sinks": (packed_attention, AttentionOptions(0.3, sinks=torch.zeros(2))),
+    "batch-invariant": (invariant_attention, AttentionOptions(0.3)),
+}
+"""Kernel and options."""
+
+
+def run_plain(how: Any, case: str, tokens: int) -> Run:
+    torch.manual_seed(0)
+    layer = PlainAttention(*PLAIN[case])
+    recompute_layers([layer], how, 1.0)
+    x = torch.randn(tokens, WIDTH)
+    with Alive(list(layer.parameters())) as alive:
+        out = layer(x)
+        kept = alive.nbytes
+    out.square().sum().backward()
+    return Run(kept, 0, [], [p.grad for p in layer.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_logits_of_plain_attention_are_not_kept(case: str) -> None:
+    """600 tokens are two blocks of queries. Their gradients are those without checkpointing."""
+    none, selective = run_plain("none", case, 600), run_plain("selective", case, 600)
+    assert selective.kept <= none.kept
+    assert selective.kept <= 2 * run_plain("selective", case, 300).kept
+    assert all(map(torch.equal, selective.gradients, none.gradients))
 
 
 class Product(nn.Module):

@@ -41,6 +41,7 @@ class Tree:
 
 TREES = {
     "one": Tree(((20, ()),)),
+    "token": Tree(((1, ()),)),
     "sequences": Tree(((9, ()), (1, ()), (14, ()), (2, ()))),
     # Branches of a whole run, of the middle of one, of its first token, and of a branch.
     "branches": Tree(
