@@ -27,7 +27,7 @@ from areal.api import (
 )
 from areal.dispatch import InProcess, WorkerGroup
 from areal.dispatch.executor import Reply
-from areal.dispatch.group import tensor_parallel_over_nodes
+from areal.dispatch.layouts import tensor_parallel_over_nodes
 from areal.engine.registry import create_engine
 from areal.tests.dist.dispatch.results import Counter, half_of_the_loss, same, untimed, weights_in
 from areal.tests.grid.cases import as_input
