@@ -316,6 +316,7 @@ class WorkerGroup(DispatchedVerbs):
 
     def _start_save(self, meta: SaveLoadMeta) -> Pending[None]:
         self._calls.require_rank_layouts()
+        meta = _with_absolute_path(meta)
         self._calls.check_shared(Path(meta.path).parent)
         # The driver's objects stay here: their state travels.
         carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
@@ -324,6 +325,8 @@ class WorkerGroup(DispatchedVerbs):
         return self._calls.start("save", verb, lambda _: self._remember(meta), use=use)
 
     def _start_load(self, meta: SaveLoadMeta) -> Pending[None]:
+        meta = _with_absolute_path(meta)
+
         def finish(values: list[Any]) -> None:
             self.version, states = values[0]
             for name, state in states.items():
@@ -375,3 +378,8 @@ class WorkerGroup(DispatchedVerbs):
         options = {"folder": folder, "memory": memory, "stacks": stacks}
         with self._calls.context("profile", options, ranks) as by_rank:
             yield {rank: path for folders in by_rank if folders for rank, path in folders.items()}
+
+
+def _with_absolute_path(meta: SaveLoadMeta) -> SaveLoadMeta:
+    """Return a checkpoint with the path of the driver, whose directory may be another one than that of the ranks."""
+    return dataclasses.replace(meta, path=Path(meta.path).absolute())
