@@ -141,18 +141,20 @@ class WorkerGroup(DispatchedVerbs):
         Calls run on the ranks in the order in which they were started.
 
         Args:
-            verb: a method of :class:`~areal.api.TrainEngine`.
+            verb: a method of :class:`~areal.api.TrainEngine`, or of this group.
             args, kwargs: its arguments.
 
         Raises:
             ValueError: the verb returns no future (streams, contexts and the driver's own members), or an argument cannot be sent.
         """
         name = getattr(verb, "__name__", repr(verb))
-        if name not in TABLE:
+        method = getattr(TrainEngine, name, None) if name in TABLE else None
+        if not callable(method):
             raise ValueError(
                 f"verb = {name}: pass a method of TrainEngine; run(fn) and start_run(fn) call other functions"
             )
-        arguments = inspect.signature(verb).bind(self, *args, **kwargs).arguments
+        # The signature of a bound method, such as group.train_batch, has no self.
+        arguments = inspect.signature(method).bind(self, *args, **kwargs).arguments
         arguments.pop("self")
         return self._start(name, arguments)
 

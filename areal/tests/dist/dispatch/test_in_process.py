@@ -252,8 +252,13 @@ def test_futures() -> None:
         assert outputs.done()
         assert same(untimed(step.result()), untimed(engine.train_batch(global_batch(), loss)))
         assert same(outputs.result(), engine.forward_batch(global_batch(1)))
+        # Methods of the group itself, too.
+        bound = handle.start(handle.forward_batch, global_batch(1), outputs=("entropy",))
+        assert same(bound.result(), engine.forward_batch(global_batch(1), outputs=("entropy",)))
         with pytest.raises(ValueError, match="no future"):
             handle.start(TrainEngine.named_tensors)
+        with pytest.raises(ValueError, match="pass a method of TrainEngine"):
+            handle.start(TrainEngine.lr)  # type: ignore[arg-type]  # a property
         with pytest.raises(ValueError, match="verb = untimed: pass a method of TrainEngine"):
             handle.start(untimed)
         with pytest.raises(RuntimeError, match=r"already initialized.*name that is not 'engine'"):
