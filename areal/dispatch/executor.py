@@ -37,11 +37,13 @@ class RankObjects:
         rank, size: rank of the process, and number of ranks.
         by_name: engines by name, and objects that calls keep for later calls, as ``ENGINE/KIND/NUMBER``: micro-batches, streams,
             open contexts.
+        owners: key of the group of each engine, by name of the engine.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.by_name: dict[str, Any] = {}
+        self.owners: dict[str, str] = {}
 
     def engine(self, name: str) -> TrainEngine:
         """Return an engine.
@@ -57,6 +59,7 @@ class RankObjects:
         """Destroy the engines, and drop everything else."""
         engines = [value for name, value in self.by_name.items() if "/" not in name]
         self.by_name.clear()
+        self.owners.clear()
         for engine in engines:
             # The error of a save that is still written is of no use any more.
             try:

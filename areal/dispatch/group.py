@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +18,6 @@ from areal.api import (
     FinetuneSpec,
     Finished,
     NamedTensor,
-    ParallelDims,
     Pending,
     SaveLoadMeta,
     SelectName,
@@ -30,6 +29,7 @@ from areal.api.engine import BatchInput
 from areal.dispatch import rank_calls
 from areal.dispatch.calls import Calls, rank_0
 from areal.dispatch.executor import Executor, InProcess
+from areal.dispatch.layouts import count_ranks, warn_of_groups_over_nodes
 from areal.dispatch.rank_calls import CarriedState, RankLayout
 from areal.dispatch.remote_transport import GroupTransport
 from areal.dispatch.shared_devices.place import Place
@@ -39,8 +39,6 @@ from areal.dispatch.table import TABLE, DispatchedVerbs, GroupAdapters, Returned
 from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
 from areal.utils.distributed import ControlPlane
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,7 +77,7 @@ class WorkerGroup(DispatchedVerbs):
         self._processes = process_dims(engine_class(config.dims.backend), self.config)
         if self._processes.world_size != self._executor.size:
             raise ValueError(
-                f"TrainEngineConfig.backend = {config.backend!r} has {_count(self.dims, self._processes)}, and the executor "
+                f"TrainEngineConfig.backend = {config.backend!r} has {count_ranks(self.dims, self._processes)}, and the executor "
                 f"{self._executor.size} processes: give both the same number"
             )
         self.device = torch.device("cpu")
@@ -88,6 +86,10 @@ class WorkerGroup(DispatchedVerbs):
         self._calls = Calls(self._executor, name, self.config)
         self._shared_folder = shared_folder
         self._spec: FinetuneSpec | None = None
+        # Distinguishes its engine on the ranks from that of another group of the same name.
+        self._owner = uuid.uuid4().hex
+        # Generation of the processes that may have the engine, also after an initialization that failed or was interrupted.
+        self._sent_to: int | None = None
         self._checkpoints: list[SaveLoadMeta] = []
 
     # ---- any function, any verb
@@ -139,18 +141,20 @@ class WorkerGroup(DispatchedVerbs):
         Calls run on the ranks in the order in which they were started.
 
         Args:
-            verb: a method of :class:`~areal.api.TrainEngine`.
+            verb: a method of :class:`~areal.api.TrainEngine`, or of this group.
             args, kwargs: its arguments.
 
         Raises:
             ValueError: the verb returns no future (streams, contexts and the driver's own members), or an argument cannot be sent.
         """
         name = getattr(verb, "__name__", repr(verb))
-        if name not in TABLE:
+        method = getattr(TrainEngine, name, None) if name in TABLE else None
+        if not callable(method):
             raise ValueError(
                 f"verb = {name}: pass a method of TrainEngine; run(fn) and start_run(fn) call other functions"
             )
-        arguments = inspect.signature(verb).bind(self, *args, **kwargs).arguments
+        # The signature of a bound method, such as group.train_batch, has no self.
+        arguments = inspect.signature(method).bind(self, *args, **kwargs).arguments
         arguments.pop("self")
         return self._start(name, arguments)
 
@@ -175,32 +179,27 @@ class WorkerGroup(DispatchedVerbs):
             self._calls.check_shared(self._shared_folder)
 
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
-        self._spec, self.version = spec, 0
-        work = partial(rank_calls.initialize, self._calls.name, self.config, spec)
+        self._spec, self.version, self._sent_to = spec, 0, self._executor.generation
+        work = partial(rank_calls.initialize, self._calls.name, self._owner, self.config, spec)
         return self._calls.start("initialize", work, self._initialized, use=TABLE["initialize"].use_with({}))
 
     def _initialized(self, rank_layouts: list[RankLayout]) -> None:
         self._calls.take_rank_layouts(rank_layouts)
-        for ranks in tensor_parallel_over_nodes(self._processes, self._executor.nodes):
-            logger.warning(
-                "tensor-parallel ranks %s of %s are on several nodes, so that each layer waits for the network: set "
-                "RayWorkers(processes_per_bundle=%d), or choose a smaller t",
-                ", ".join(map(str, ranks)),
-                self.dims,
-                self._processes.tp,
-            )
+        warn_of_groups_over_nodes(self.dims, self._processes, self._executor.nodes)
 
     def destroy(self) -> None:
         self._call("destroy")
 
     def _start_destroy(self) -> Pending[None]:
         # Nothing is left where the processes are lost.
-        if not self._calls.started:
+        if self._executor.lost is not None or self._sent_to != self._executor.generation:
             self._calls.leave_devices()
             return Finished(None)
         self._calls.take_rank_layouts(None)
-        work = partial(rank_calls.destroy, self._calls.name)
-        return self._calls.start("destroy", work, lambda _: self._calls.leave_devices())
+        work = partial(rank_calls.destroy, self._calls.name, self._owner)
+        pending = self._calls.start("destroy", work, lambda _: self._calls.leave_devices())
+        self._sent_to = None
+        return pending
 
     def restart(self, layout: str | None = None) -> None:
         """Go on after the loss of a rank, from the last checkpoint that this group saved or loaded, if there is one.
@@ -226,8 +225,8 @@ class WorkerGroup(DispatchedVerbs):
             self._calls.take_rank_layouts(None)
         elif size != self._executor.size:
             raise ValueError(
-                f"layout = {str(config.dims)!r} has {_count(config.dims, processes)}, and the processes that another group has restarted are "
-                f"{self._executor.size}: restart this group on a layout of as many"
+                f"layout = {str(config.dims)!r} has {count_ranks(config.dims, processes)}, and the processes that another group has restarted "
+                f"are {self._executor.size}: restart this group on a layout of as many"
             )
         self.config, self.dims, self._processes, self._calls.config = config, config.dims, processes, config
         if self._calls.place is not None:
@@ -319,6 +318,7 @@ class WorkerGroup(DispatchedVerbs):
 
     def _start_save(self, meta: SaveLoadMeta) -> Pending[None]:
         self._calls.require_rank_layouts()
+        meta = _with_absolute_path(meta)
         self._calls.check_shared(Path(meta.path).parent)
         # The driver's objects stay here: their state travels.
         carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
@@ -327,6 +327,8 @@ class WorkerGroup(DispatchedVerbs):
         return self._calls.start("save", verb, lambda _: self._remember(meta), use=use)
 
     def _start_load(self, meta: SaveLoadMeta) -> Pending[None]:
+        meta = _with_absolute_path(meta)
+
         def finish(values: list[Any]) -> None:
             self.version, states = values[0]
             for name, state in states.items():
@@ -380,21 +382,6 @@ class WorkerGroup(DispatchedVerbs):
             yield {rank: path for folders in by_rank if folders for rank, path in folders.items()}
 
 
-def _count(dims: ParallelDims, processes: ParallelDims) -> str:
-    """Return the number of ranks of a layout, and of processes if a process is several ranks."""
-    ranks, size = f"{dims.world_size} ranks", processes.world_size
-    return ranks if size == dims.world_size else f"{ranks} in {size} processes"
-
-
-def tensor_parallel_over_nodes(dims: ParallelDims, nodes: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each tensor-parallel group that is not on one node.
-
-    Args:
-        dims: layout of the processes.
-        nodes: name of the node of each process.
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(len(nodes)):
-        places = dims.coordinates(rank)
-        groups.setdefault((places["pp"], places["dp"], places["cp"]), []).append(rank)
-    return [ranks for ranks in groups.values() if len({nodes[rank] for rank in ranks}) > 1]
+def _with_absolute_path(meta: SaveLoadMeta) -> SaveLoadMeta:
+    """Return a checkpoint with the path of the driver, whose directory may be another one than that of the ranks."""
+    return dataclasses.replace(meta, path=Path(meta.path).absolute())

@@ -37,9 +37,16 @@ class RankLayout:
 
 
 def initialize(
-    engine: str, config: TrainEngineConfig, spec: FinetuneSpec, rank_objects: RankObjects, _: Any
+    engine: str, owner: str, config: TrainEngineConfig, spec: FinetuneSpec, rank_objects: RankObjects, _: Any
 ) -> RankLayout:
-    """Create and initialize the engine of a group."""
+    """Create and initialize the engine of a group.
+
+    Args:
+        engine: name of the engine.
+        owner: key of the group, which :func:`destroy` needs.
+        config: configuration of the group.
+        spec: specification of the run.
+    """
     if engine in rank_objects.by_name:
         raise RuntimeError(
             f"the engine is already initialized: destroy it, or give another group a name that is not "
@@ -47,6 +54,7 @@ def initialize(
         )
     created = create_engine(_with_rank_spec(config))
     created.initialize(spec)
+    rank_objects.owners[engine] = owner
     rank_objects.by_name[engine] = created
     return RankLayout(created.dp_rank, created.is_main, rules_of(created))
 
@@ -64,8 +72,11 @@ def _with_rank_spec(config: TrainEngineConfig) -> TrainEngineConfig:
     return config.model_copy(update={"mb_spec": of_a_rank(config.mb_spec)})
 
 
-def destroy(engine: str, rank_objects: RankObjects, _: Any) -> None:
-    """Destroy the engine of a group, with everything that its calls have left."""
+def destroy(engine: str, owner: str, rank_objects: RankObjects, _: Any) -> None:
+    """Destroy the engine of a group, with everything that its calls have left. Nothing happens if the engine is another group's."""
+    if rank_objects.owners.get(engine) != owner:
+        return
+    del rank_objects.owners[engine]
     created = rank_objects.by_name.pop(engine, None)
     for key in [key for key in rank_objects.by_name if key.startswith(f"{engine}/")]:
         del rank_objects.by_name[key]

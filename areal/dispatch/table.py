@@ -313,7 +313,7 @@ class DispatchedVerbs(TrainEngine):
 
 
 class GroupAdapters:
-    """Implements :class:`areal.api.Adapters` by calls to all ranks.
+    """Implements :class:`areal.api.Adapters` by calls to all ranks, which get absolute paths: their directory may not be the driver's.
 
     Args:
         call: calls a member by its name, ``adapters.`` included, with keyword arguments.
@@ -343,10 +343,10 @@ class GroupAdapters:
     def save(
         self, name: str, path: str | Path, *, with_optim: bool = False, about: Mapping[str, Any] | None = None
     ) -> None:
-        self._call("adapters.save", name=name, path=path, with_optim=with_optim, about=about)
+        self._call("adapters.save", name=name, path=Path(path).absolute(), with_optim=with_optim, about=about)
 
     def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
-        self._call("adapters.load", name=name, path=path, with_optim=with_optim)
+        self._call("adapters.load", name=name, path=Path(path).absolute(), with_optim=with_optim)
 
     def peft_config(self) -> dict[str, Any]:
         return self._call("adapters.peft_config")

@@ -27,6 +27,9 @@ from areal.dispatch.ray.replies import Call, Event, Loss, Replies
 SILENT_SECONDS = 5.0
 """Limit for ranks that do not move once the engine of another rank has reported a lost rank."""
 
+STOPPED_FRACTION = 0.2
+"""Fraction of the limit of silence. The driver was stopped if a check is overdue by more."""
+
 JOIN_SECONDS = 10.0
 """Limit for the thread to be done with Ray, which may not reply any more."""
 
@@ -256,6 +259,11 @@ class Watch:
         """Seconds between two checks."""
         return min(max(1.0, len(self._signs) / 64), self._limit / 5)
 
+    @property
+    def _silence(self) -> float:
+        """Seconds without an answer after which a rank counts as lost."""
+        return min(self._limit, self._limits.ping_seconds)
+
     def _set_limit(self) -> None:
         """Set the limit that the replies so far demand. Once a rank has failed, the others have less time, which starts then."""
         limit = min(
@@ -271,10 +279,33 @@ class Watch:
         Raises:
             Loss: one is silent for too long, or none moves for too long. While one moves, the others may wait for it.
         """
-        now, limit = time.monotonic(), self._limit
-        self._tick = now + self._interval
+        now = time.monotonic()
+        overdue, self._tick = now - self._tick, now + self._interval
         late = sorted({rank for call in self._running for rank in call.waiting})
-        silence = min(limit, self._limits.ping_seconds)
+        # The driver was stopped, and did not ask the ranks meanwhile: ask again first.
+        if overdue > STOPPED_FRACTION * self._silence:
+            self._excuse(overdue)
+        else:
+            self._raise_if_hung(late, now)
+        for rank in late:
+            if not self._signs[rank].asked:
+                self._signs[rank].asked = True
+                self._deliver(self._processes.actors[rank].position.remote(), partial(self._take_position, rank))
+
+    def _excuse(self, seconds: float) -> None:
+        """Do not count the last seconds of any rank."""
+        now = time.monotonic()
+        for sign in self._signs:
+            sign.heard, sign.moved = min(now, sign.heard + seconds), min(now, sign.moved + seconds)
+
+    def _raise_if_hung(self, late: Sequence[int], now: float) -> None:
+        """Raise the :class:`Loss` of a rank that is silent for too long, or does not move like all others.
+
+        Args:
+            late: ranks that still work.
+            now: time of the check.
+        """
+        limit, silence = self._limit, self._silence
         silent = [rank for rank in late if self._signs[rank].asked and now - self._signs[rank].heard > silence]
         if silent:
             raise Loss(
@@ -286,10 +317,6 @@ class Watch:
             first = min(oldest, key=lambda rank: ("torch/distributed" in self._signs[rank].stack, rank))
             where = "\n".join(f"rank {rank} is at\n{self._signs[rank].stack or '  (no call)'}" for rank in late)
             raise Loss(first, f"has not moved for {limit:g} s (nor has any other rank that still works:\n{where}\n)")
-        for rank in late:
-            if not self._signs[rank].asked:
-                self._signs[rank].asked = True
-                self._deliver(self._processes.actors[rank].position.remote(), partial(self._take_position, rank))
 
     # ---- the end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from ray.exceptions import RayActorError
 
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Reply
+from areal.dispatch.ray import replies
 from areal.dispatch.ray import watch as module
 from areal.dispatch.ray.actor import ProcessInfo, StackPosition
 from areal.dispatch.ray.processes import Processes
@@ -30,13 +32,14 @@ class Rank:
         works: what was sent to it, unpickled, with the future of each reply.
         life: fails when the process ends.
         answers, moves: whether it answers where it is, and whether it is elsewhere each time.
+        asked: number of questions where it is.
     """
 
     def __init__(self) -> None:
         self.works: list[tuple[Any, Any, Future[Any]]] = []
         self.life: Future[None] = Future()
         self.answers = self.moves = True
-        self._mark = 0
+        self.asked = self._mark = 0
         self.run, self.live, self.position = map(Remote, (self._run, lambda: self.life, self._position))
 
     def _run(self, what: str, pickled: bytes, argument: Any) -> Future[Any]:
@@ -47,6 +50,7 @@ class Rank:
 
     def _position(self) -> Future[StackPosition]:
         future: Future[StackPosition] = Future()
+        self.asked += 1
         self._mark += self.moves
         if self.answers:
             future.set_result(StackPosition(self._mark, "somewhere"))
@@ -165,6 +169,26 @@ def test_rank_that_moves_is_waited_for() -> None:
         ranks[0].reply(0)
         ranks[1].reply(0)
         assert len(call.result(10)) == 2
+
+
+def test_time_in_which_the_driver_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a debugger or a paused machine, longer than the limits. Ranks that hang after that are noticed."""
+    stopped = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0])
+    for each in (module, replies):
+        monkeypatch.setattr(each, "time", clock)
+    with watched(2, hang_seconds=0.5) as (watch, ranks, _), promptly():
+        call = watch.submit("train_batch", None, [0, 0])
+        for seconds in (100.0, 200.0):
+            asked = ranks[0].asked
+            wait_until(lambda asked=asked: ranks[0].asked > asked, "the ranks are asked")
+            stopped[0] = seconds
+            asked = ranks[0].asked
+            wait_until(lambda asked=asked: ranks[0].asked > asked + 1 or call.done(), "the ranks are asked again")
+            assert watch.error is None
+        ranks[0].moves = ranks[1].moves = False
+        with pytest.raises(WorkerLostError, match=r"has not moved for 0.5 s"):
+            call.result(30)
 
 
 def test_process_that_dies_ends_the_calls_and_names_the_errors_of_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from areal.api import (
 )
 from areal.dispatch import InProcess, WorkerGroup
 from areal.dispatch.executor import Reply
-from areal.dispatch.group import tensor_parallel_over_nodes
+from areal.dispatch.layouts import tensor_parallel_over_nodes
 from areal.engine.registry import create_engine
 from areal.tests.dist.dispatch.results import Counter, half_of_the_loss, same, untimed, weights_in
 from areal.tests.grid.cases import as_input
@@ -251,8 +252,13 @@ def test_futures() -> None:
         assert outputs.done()
         assert same(untimed(step.result()), untimed(engine.train_batch(global_batch(), loss)))
         assert same(outputs.result(), engine.forward_batch(global_batch(1)))
+        # Methods of the group itself, too.
+        bound = handle.start(handle.forward_batch, global_batch(1), outputs=("entropy",))
+        assert same(bound.result(), engine.forward_batch(global_batch(1), outputs=("entropy",)))
         with pytest.raises(ValueError, match="no future"):
             handle.start(TrainEngine.named_tensors)
+        with pytest.raises(ValueError, match="pass a method of TrainEngine"):
+            handle.start(TrainEngine.lr)  # type: ignore[arg-type]  # a property
         with pytest.raises(ValueError, match="verb = untimed: pass a method of TrainEngine"):
             handle.start(untimed)
         with pytest.raises(RuntimeError, match=r"already initialized.*name that is not 'engine'"):
@@ -317,6 +323,50 @@ def test_folder_that_is_not_shared_is_refused_before_anything_is_written(tmp_pat
         pytest.raises(ValueError, match="node-2"),
     ):
         handle.initialize(FinetuneSpec(total_train_steps=10))
+
+
+class OtherDirectory(InProcess):
+    """A process whose working directory is not that of the driver.
+
+    Args:
+        folder: working directory during calls.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def start(self, what: str, work: Any, arguments: Any) -> Any:
+        with contextlib.chdir(self._folder):
+            return super().start(what, work, arguments)
+
+
+@pytest.mark.world(1)
+def test_relative_paths_are_relative_to_the_directory_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, ranks = tmp_path / "driver", tmp_path / "ranks"
+    driver.mkdir()
+    ranks.mkdir()
+    monkeypatch.chdir(driver)
+    with WorkerGroup(config("fsdp:d1", lora=LoRAConfig(rank=2)), OtherDirectory(ranks)) as handle:
+        handle.initialize(FinetuneSpec(total_train_steps=10))
+        handle.set_version(7)
+        meta = SaveLoadMeta("runs/step", weight_format="dcp", asynchronous=True)
+        handle.save(meta)
+        handle.wait_for_checkpoint()
+        handle.adapters.save(handle.adapters.selected, "runs/adapter")
+        assert sorted(path.name for path in (driver / "runs").iterdir()) == ["adapter", "step"]
+        assert not list(ranks.iterdir())
+        handle.adapters.load("second", "runs/adapter")
+        handle.set_version(8)
+        handle.load(meta)
+        assert handle.version == 7
+        # The driver may be in another directory by then.
+        monkeypatch.chdir(tmp_path)
+        handle.set_version(8)
+        handle.restart()
+        assert handle.version == 7
 
 
 @pytest.mark.world(1)
