@@ -1,4 +1,4 @@
-"""Bugs of activation offload that the suite must catch, with copies that happen as late as the waits allow."""
+"""Bugs of activation offload, with copies that happen as late as the waits allow, and of checkpointing that the suite must catch."""
 
 from __future__ import annotations
 
@@ -103,3 +103,12 @@ def each_view_moves_its_storage(right: Function) -> Function:
 def host_memory_is_kept_after_an_error(right: Function) -> Function:
     """The host memory of a call that failed is not used again while its error is alive."""
     return lambda self: None
+
+
+@mutant(
+    "areal.engine.attention.recomputation:is_always_recomputed",
+    "unit/engine/test_activation_checkpointing.py::test_logits_of_plain_attention_are_not_kept[*]",
+)
+def logits_of_attention_kept(right: Function) -> Function:
+    """Selective checkpointing keeps all logits of attention by plain operations."""
+    return lambda: False
