@@ -30,7 +30,7 @@ def go_on_without_rank_1(before: str, after: str, folder: str) -> None:
         return loss(out, batch)
 
     objects = RankObjects(rank, 2)
-    initialize("engine", config(before), SPEC, objects, None)
+    initialize("engine", "owner", config(before), SPEC, objects, None)
     engine = objects.engine("engine")
     engine.train_batch(local_batch(engine, global_batch()), loss)
     engine.save(meta)
@@ -45,7 +45,7 @@ def go_on_without_rank_1(before: str, after: str, folder: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     enter_world(0, 1, (0, 1), "127.0.0.1", store.port)
     objects = RankObjects(0, 1)
-    initialize("engine", config(after), SPEC, objects, None)
+    initialize("engine", "owner", config(after), SPEC, objects, None)
     load("engine", meta, objects, None)
     engine = objects.engine("engine")
     assert dist.get_world_size() == 1
