@@ -40,6 +40,12 @@ def test_family_is_trained_correctly_or_refused(family: str) -> None:
         assert finding == findings[family], "run `make test-zoo` to update the table"
 
 
+@pytest.mark.world(1, timeout=150)
+def test_layers_named_as_stacked_experts_are_trained_correctly() -> None:
+    """Phi-3's gate_up_proj and down_proj are linear layers."""
+    assert examine("phi3").verdict not in FAULTS
+
+
 @pytest.mark.world(2, timeout=150)
 @pytest.mark.parametrize("family", ["electra", "gemma3", "zamba"])
 def test_two_ranks_have_the_gradients_of_transformers(family: str, tmp_path: Path) -> None:
