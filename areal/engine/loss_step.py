@@ -345,8 +345,7 @@ def sum_results(mbs: MicroBatchList, results: list[LossResult]) -> StepSums:
     if not scalars:
         return sums
     # Read them once, and add them up in the same order.
-    device = mbs.real[0].cu_seqlens.device
-    numbers = iter(torch.stack([scalar.detach().to(device, torch.float64) for scalar in scalars]).tolist())
+    numbers = iter(_read(scalars))
     for mb, result in zip(mbs.real, results, strict=True):
         for name in result.terms:
             value = next(numbers)
@@ -363,8 +362,20 @@ def sum_results(mbs: MicroBatchList, results: list[LossResult]) -> StepSums:
     return sums
 
 
+def _read(scalars: Sequence[Tensor]) -> list[float]:
+    """Read scalars, with one host read for all that are on a device. Those of the host are not sent there."""
+    numbers = [0.0] * len(scalars)
+    for on_host in (True, False):
+        chosen = [i for i, scalar in enumerate(scalars) if (scalar.device.type == "cpu") == on_host]
+        if chosen:
+            values = torch.stack([scalars[i].detach().double() for i in chosen]).tolist()
+            for i, value in zip(chosen, values, strict=True):
+                numbers[i] = value
+    return numbers
+
+
 def _scalar(name: str, value: Tensor | float) -> Tensor:
-    tensor = torch.as_tensor(value)
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
     if tensor.dim() != 0:
         raise ValueError(f"metric {name!r} has shape {tuple(tensor.shape)}: its value and weight are scalars")
     return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -63,6 +64,20 @@ def layout_made_in_the_forward(right: Function) -> Function:
 def one_copy_for_each_tensor(right: Function) -> Function:
     """Each tensor of a batch is copied to the device separately."""
     return lambda self: None
+
+
+@mutant(
+    "areal.engine.loss_step:_read",
+    "unit/gpu/test_host_waits.py::test_call_with_a_loss_waits_for_its_weights_and_its_results[*]",
+)
+def numbers_of_the_host_sent_to_the_device(right: Function) -> Function:
+    """Weights of metrics, which are numbers of the host, are read by way of the device."""
+
+    def wrong(scalars: Sequence[Tensor]) -> list[float]:
+        device = next((scalar.device for scalar in scalars if scalar.device.type != "cpu"), torch.device("cpu"))
+        return right([scalar.to(device) for scalar in scalars])
+
+    return wrong
 
 
 @mutant(

@@ -34,7 +34,7 @@ class SyncLint(TorchDispatchMode):
     Attributes:
         copies: asynchronous copies from the host.
         waits: copies that block, operations that read values, and operations on tensors of both devices.
-        value: what a tensor of the device reads as, since it has no values.
+        value: what a tensor of the device reads as, since it has no values: ones if ``None``.
     """
 
     value: ClassVar[Any] = None
@@ -72,7 +72,7 @@ class SyncLint(TorchDispatchMode):
             if x.device != DEVICE:
                 return right(x)
             self.waits.append(f"tolist {list(x.shape)}")
-            return self.value
+            return torch.ones(x.shape).tolist() if self.value is None else self.value
 
         return tolist
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from areal.engine.schedule import SequentialSchedule
 from areal.tests.grid.vision_models import GRIDS, images, tokens
 from areal.tests.harness.tiny import Sample, family_dir, global_batch, started
 from areal.tests.unit.gpu.sync_lint import DEVICE, SyncLint
+from areal.trainer.losses import KLTerm, MismatchCorrection, PPOClip, policy_objective, sft_objective
 from areal.utils import platform, releases
 from areal.utils.data import plan_batch
 from areal.utils.host_copy import HostCopy
@@ -67,7 +69,8 @@ def all_rows_stay() -> Iterator[None]:
         SyncLint.value = [[index.numel(), 0]] * 2
         return plan(index, *args)
 
-    with mock.patch.object(Dispatch, "of", of):
+    # The second patch restores the value at the end.
+    with mock.patch.object(Dispatch, "of", of), mock.patch.object(SyncLint, "value", None):
         yield
 
 
@@ -146,6 +149,7 @@ SPEC = MicroBatchSpec(max_tokens_per_mb=40, payloads=("image",))
 SHARED = {"mb_spec": SPEC.model_copy(update={"share_prefixes": True})}
 MOE = {"moe": {"aux_loss": 0.5, "z_loss": 0.25, "statistics": True}}
 LOGPROBS = ("logprobs",)
+TOKEN_KEYS = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 ALL_KEYS = ("temperature", "output_mask", "image")
 CALLS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = {
     "plain": ("qwen3", None, {}, (), LOGPROBS),
@@ -189,6 +193,28 @@ def test_call_copies_to_the_device_once_and_never_waits(case: str) -> None:
     assert len(build.copies) == 1
     assert call.waits == []
     assert call.copies == []
+
+
+OBJECTIVES = {
+    "sft": sft_objective(),
+    "policy": policy_objective(PPOClip(), kl=KLTerm(0.1), entropy_coef=0.1, correction=MismatchCorrection()),
+}
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.world(1)
+def test_call_with_a_loss_waits_for_its_weights_and_its_results(name: str) -> None:
+    """Weights are read before the first forward, and results after the last backward; no micro-batch waits."""
+    batch = [sample | {key: torch.randn(len(sample["input_ids"])) for key in TOKEN_KEYS} for sample in batch_with()]
+    with on_device("qwen3") as engine:
+        n_mbs = len(engine._prepare(batch, LOGPROBS))
+        with SyncLint() as lint:
+            engine.forward_backward(batch, OBJECTIVES[name])
+    assert len(lint.waits) == 2, lint.waits
+    weights, results = lint.waits
+    assert weights == f"tolist [{n_mbs}]"
+    assert re.fullmatch(r"tolist \[\d+\]", results)
+    assert len(lint.copies) == 1
 
 
 @pytest.mark.parametrize("how", ["full", "selective", "none"])
