@@ -32,16 +32,16 @@ def adapted(seed: int, base: int | None = None) -> PreTrainedModel:
     return PeftModel.from_pretrained(replica(base), adapter(seed)).eval()  # type: ignore[return-value]
 
 
-def load(vllm: VLLMProcess, name: str, folder: str, *, again: bool = False) -> None:
-    body = {"lora_name": name, "lora_path": folder} | ({"load_inplace": True} if again else {})
-    status, answer = vllm.call("/v1/load_lora_adapter", body)
+def load(vllm: VLLMProcess, name: str, folder: str) -> None:
+    """Load an adapter as a rollout does, also under a name that is taken."""
+    vllm.call("/v1/unload_lora_adapter", {"lora_name": name})
+    status, answer = vllm.call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
     assert status == 200, answer
 
 
 def test_answers_of_an_adapter_and_of_the_model_are_their_own(
     connect: Callable[..., HTTPRollout], vllm: VLLMProcess
 ) -> None:
-    vllm.call("/v1/unload_lora_adapter", {"lora_name": "policy"})
     load(vllm, "policy", adapter(1))
     given = [prompt(i) for i in range(4)]
     rollout = connect("policy")
@@ -57,7 +57,7 @@ def test_new_version_of_an_adapter_leaves_nothing_stale(connect: Callable[..., H
     """Not even of a prompt that is in the prefix cache."""
     given = prompt(7, 400)
     for seed in (1, 2, 3):
-        load(vllm, "versioned", adapter(seed), again=True)
+        load(vllm, "versioned", adapter(seed))
         rollout = connect("versioned")
         for _ in range(2):
             answers = run(rollout.generate(given, endless(16, seed=1)))
@@ -100,7 +100,7 @@ def test_adapter_that_is_not_served_is_an_error(connect: Callable[..., HTTPRollo
 def test_update_of_the_model_leaves_adapters_on_it(
     fresh: HTTPRollout, connect: Callable[..., HTTPRollout], vllm: VLLMProcess
 ) -> None:
-    load(vllm, "kept", adapter(4), again=True)
+    load(vllm, "kept", adapter(4))
     fresh.update(weights(1), 1)
     answers = run(fresh.generate(prompt(1), endless(16)))
     assert error({1: replica(1)}, [prompt(1)], answers) <= TOLERANCE

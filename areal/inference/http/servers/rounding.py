@@ -32,8 +32,13 @@ def served_format(method: str | None, files: Mapping[str, Any] | None) -> str | 
     method = method or str(files and files.get("quant_method"))
     if method == "compressed-tensors" and files is not None:
         return _of_groups(files) or method
-    if files is not None and list(files.get("weight_block_size") or ()) == [128, 128]:
-        return "fp8_blocks"
+    if files is not None:
+        blocks = list(files.get("weight_block_size") or ())
+        if blocks == [128, 128]:
+            return "fp8_blocks"
+        if method == "fp8":
+            # Without blocks, files have one scale for each matrix.
+            return f"fp8, blocks of {blocks}" if blocks else "fp8_per_tensor"
     return _NAMES.get(method, method)
 
 

@@ -48,6 +48,7 @@ from areal.inference.http.servers.vllm_schemas import (
     VLLMServerInfo,
     VLLMTokenLogProb,
     VLLMTokensChoice,
+    VLLMUnloadAdapter,
 )
 from areal.inference.protocol import FinishReason, Sampling, TopTokens
 from areal.utils.seeding import mixed
@@ -235,8 +236,11 @@ class VLLMRoutes:
             return (HTTPCall("/collective_rpc", reload, VLLMReloaded),)
         # A server whose load fails gets no requests.
         self._model = self._adapter
-        body = VLLMLoadAdapter(lora_name=self._adapter, lora_path=folder, load_inplace=True)
-        return (HTTPCall("/v1/load_lora_adapter", body, Anything),)
+        # With ``load_inplace``, workers would read the folder at each step.
+        return (
+            HTTPCall("/v1/unload_lora_adapter", VLLMUnloadAdapter(lora_name=self._adapter), Anything),
+            HTTPCall("/v1/load_lora_adapter", VLLMLoadAdapter(lora_name=self._adapter, lora_path=folder), Anything),
+        )
 
 
 class VLLMTokenRoutes(VLLMRoutes):

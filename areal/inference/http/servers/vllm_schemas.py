@@ -127,11 +127,10 @@ class VLLMReloaded(ReplyBody):
 
 
 class VLLMLoadAdapter(RequestBody):
-    """``POST /v1/load_lora_adapter``."""
+    """``POST /v1/load_lora_adapter``. The name must be free."""
 
     lora_name: str
     lora_path: str
-    load_inplace: Literal[True] | None = None
 
 
 class VLLMUnloadAdapter(RequestBody):

@@ -40,6 +40,7 @@ class State:
         model: base model.
         label: name of the weights.
         adapters: folder, tensors and configuration by name.
+        adapter_reads: number of times that the files of an adapter were read.
         root, served: path of the start that it tells, and name of its model.
         tokenizer: tokenizer, read from a directory; ``None`` without one.
         release, lora, mask_tokens: release of SGLang, and its arguments ``--enable-lora`` and ``--sampling-mask-max-tokens``.
@@ -78,6 +79,8 @@ class State:
             self.adapters: dict[str, Adapter] = {}
             self.known: dict[str, Adapter] = {}  # also those that were removed
             self._loaded: list[Adapter] = []  # all of them, so that no two have the same id
+            self._inplace: set[int] = set()  # ids of those that were loaded with ``load_inplace``
+            self.adapter_reads = 0
             self._merged: dict[int, PreTrainedModel] = {}
             self.retracted = False
             self.step_seconds, self.late_seconds, self.load_seconds = 0.0, 0.0, 0.0
@@ -108,6 +111,7 @@ class State:
                 "keys": sorted(self.keys),
                 "order": list(self.order),
                 "drawn": self.drawn,
+                "adapter_reads": self.adapter_reads,
                 "label": self.label,
             }
 
@@ -202,8 +206,13 @@ class State:
 
     def _with(self, adapter: Adapter) -> PreTrainedModel:
         """Return the model with an adapter."""
+        folder, tensors, config = adapter
+        if id(adapter) in self._inplace:
+            # vLLM keeps the flag of the load, and its workers read the files again at each step.
+            self.adapter_reads += 1
+            if not Path(folder).exists():
+                raise Dead(f"No adapter found for {folder}")
         if id(adapter) not in self._merged:
-            _, tensors, config = adapter
             self._merged[id(adapter)] = merged(self.model, tensors, config)
         return self._merged[id(adapter)]
 
@@ -327,11 +336,16 @@ class State:
                 own[name].data = torch.zeros_like(own[name])
         return model
 
-    def add_adapter(self, name: str, folder: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-        """Serve an adapter, or replace it."""
+    def add_adapter(
+        self, name: str, folder: str, tensors: dict[str, Tensor], config: dict[str, Any], *, inplace: bool = False
+    ) -> None:
+        """Serve an adapter that was read, or replace one."""
         with self.forward:
             self.adapters[name] = self.known[name] = (folder, tensors, config)
             self._loaded.append(self.adapters[name])
+            self.adapter_reads += 1
+            if inplace:
+                self._inplace.add(id(self.adapters[name]))
 
     def remove_adapter(self, name: str) -> bool:
         """Remove an adapter. Returns False if there is none of this name."""

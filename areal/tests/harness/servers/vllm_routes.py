@@ -328,7 +328,8 @@ class VLLMRoutes:
         config = json.loads((folder / "adapter_config.json").read_text())
         if config["r"] > MAX_RANK:
             raise _of_worker("add_lora", f"LoRA rank {config['r']} is greater than max_lora_rank {MAX_RANK}.")
-        self.state.add_adapter(name, str(folder), load_file(folder / "adapter_model.safetensors"), config)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        self.state.add_adapter(name, str(folder), tensors, config, inplace=body.get("load_inplace", False))
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def _unload_adapter(self, _: str, body: dict[str, Any]) -> str:

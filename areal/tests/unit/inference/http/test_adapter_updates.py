@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from areal.tests.unit.inference.local.rollouts import endless
 from areal.trainer.rollout.sequence import Sequence
 
 TOKENS, LOAD, LOAD_ADAPTER = "/inference/v1/generate", "/collective_rpc", "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
 
 @pytest.fixture
@@ -65,6 +67,46 @@ def test_adapter_is_sent_alone_and_answers_under_its_name(
     sent = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     model = sum(x.nbytes for _, x in engine.named_tensors())
     assert sent < model / 5, f"{sent} bytes sent, and the model has {model}"
+
+
+def test_vllm_reads_an_adapter_once(make_vllm: Make, vllm: Process, engine: TrainEngine, tmp_path: Path) -> None:
+    """Its folder may be removed then."""
+    rollout = make_vllm(vllm, dialect=VLLM(adapter="policy"))
+    for version in (1, 2):
+        engine.train_batch(global_batch(version), loss)
+        engine.adapters.save("default", tmp_path / str(version))
+        # A request whose reply is lost has its effect: the name is taken.
+        if version == 2:
+            vllm.lose(LOAD_ADAPTER)
+        rollout.load(tmp_path / str(version), version)
+        run(rollout.generate(PROMPT, endless(6, seed=version)))
+        assert vllm.told()["adapter_reads"] == vllm.calls(LOAD_ADAPTER)
+        shutil.rmtree(tmp_path / str(version))
+        (answer,) = run(rollout.generate(PROMPT, endless(6, seed=version)))
+        assert answer.versions == (version,) * 6
+        assert error(engine, answer) < 1e-4
+    assert (vllm.calls(UNLOAD_ADAPTER), vllm.calls(LOAD_ADAPTER)) == (3, 3)
+
+
+def test_failed_load_of_an_adapter_leaves_the_one_before(
+    make_vllm: Make, vllm: Process, engine: TrainEngine, tmp_path: Path
+) -> None:
+    """The load has removed it, and it is loaded again."""
+    rollout = make_vllm(vllm, dialect=VLLM(adapter="policy"))
+    missing, good = tmp_path / "missing", tmp_path / "good"
+    engine.adapters.save("default", good)
+    for version in (1, 2):
+        with pytest.raises(RuntimeError, match=r"Loading lora policy failed: No adapter found"):
+            rollout.load(missing, version)
+        if version == 2:
+            (answer,) = run(rollout.generate(PROMPT, endless(6, seed=1)))
+            assert answer.versions == (1,) * 6
+            assert error(engine, answer) < 1e-4
+        # The next attempt succeeds, of the first version too.
+        rollout.load(good, version)
+        (answer,) = run(rollout.generate(PROMPT, endless(6, seed=1)))
+        assert answer.versions == (version,) * 6
+        assert error(engine, answer) < 1e-4
 
 
 def test_request_under_way_goes_on_with_the_next_adapter(make_vllm: Make, vllm: Process, engine: TrainEngine) -> None:
