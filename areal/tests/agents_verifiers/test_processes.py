@@ -1,11 +1,14 @@
-"""Processes of harnesses end with their episode, also when the runner is killed."""
+"""Processes of harnesses end with their episode, also when the runner is killed, or closed while the environment starts."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import psutil
 import pytest
@@ -13,7 +16,7 @@ import pytest
 pytest.importorskip("verifiers", reason="verifiers is not installed: make test-agents")
 
 from areal.tests.agents_verifiers.killed_runner import Waiting
-from areal.tests.agents_verifiers.pupil import episode
+from areal.tests.agents_verifiers.pupil import Oracle, episode
 from areal.trainer.rollout import Plan, Runner
 
 SECONDS = 60.0
@@ -67,3 +70,28 @@ def test_closed_runner_leaves_no_process() -> None:
     # Commands in sessions of their own are no descendants any more once their parents are gone.
     left = [each for each in processes if each.pid not in before and each.is_running()]
     assert [each for each in left if each.status() != psutil.STATUS_ZOMBIE] == [], left
+
+
+def test_runner_closed_while_the_environment_starts_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    made = episode("null")
+    serving, started = made.environment.serving, threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def never_ready() -> AsyncIterator[None]:
+        async with serving():  # the tool server
+            started.set()
+            await asyncio.sleep(3600)
+            yield
+
+    monkeypatch.setattr(made.environment, "serving", never_ready)
+    runner = Runner(Oracle("null"), made, made.tasks(), Plan(1, 1))
+    try:
+        runner.advance(0)
+        assert started.wait(SECONDS)
+        processes = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
+        assert len(processes) > 1  # the reaper is one
+    finally:
+        runner.close()
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
+    assert not alive
