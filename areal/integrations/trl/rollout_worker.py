@@ -45,9 +45,11 @@ class RolloutWorker:
     A group starts at most ``max_staleness`` updates before the step that trains on it, so that TRL discards no sample. The version of a
     sample is that of its oldest token. A failed episode ends the run.
 
+    The worker does not see a checkpoint that is passed to ``train()``, and starts with the first of ``items``.
+
     Args:
         rollout: rollout engine. It stays open at the end.
-        items: data set, in the order of the run.
+        items: data set, in the order of the run. For a run that resumes from a checkpoint, start with the first item not trained on.
         args: configuration of the trainer.
         tokenizer: tokenizer of the model.
         episode: returns one sequence; see :func:`rewarded_answer`.
@@ -75,6 +77,11 @@ class RolloutWorker:
             "max_staleness": (ahead >= 1, "TRL fetches one micro-batch ahead: set it to at least 1"),
             "num_generations": (samples % size == 0, f"it must divide the {samples} samples between two updates"),
             "queue_maxsize": (not 0 < args.queue_maxsize < waiting, f"{waiting} samples may wait: set it to {waiting}"),
+            "resume_from_checkpoint": (
+                args.resume_from_checkpoint is None,
+                "the rollouts would begin with the first item again: leave it out, pass the rest of the items, "
+                "and the checkpoint to train()",
+            ),
         }
         check(args, _UNSUPPORTED, rules)
         running = args.max_inflight_tasks if args.max_inflight_tasks > 0 else waiting

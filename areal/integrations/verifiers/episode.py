@@ -92,7 +92,13 @@ class VerifiersEpisode:
         self._leave.clear()
         opened = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve(opened))
-        await asyncio.wait({opened, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({opened, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # The environment is still starting: __aexit__ will not be called.
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+            raise
         if self._serving.done():
             await self._serving
         return self

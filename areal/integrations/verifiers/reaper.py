@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import sys
 import time
@@ -16,6 +17,9 @@ MARK = "AREAL_VERIFIERS_EPISODE"
 
 _ROUNDS = 100
 """Number of searches: a process may start another one between two."""
+
+_SECONDS = 1.0
+"""Time between two looks at the parent."""
 
 
 class Reaper:
@@ -36,7 +40,7 @@ class Reaper:
         if Path("/proc/self/environ").exists():
             # In a separate session: a signal to the process group of this process must not end it.
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", __file__, self._mark),
+                *(sys.executable, "-I", "-S", __file__, self._mark, str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 start_new_session=True,
             )
@@ -44,6 +48,8 @@ class Reaper:
 
     async def __aexit__(self, *error: Any) -> None:
         if self._process is not None and self._process.stdin is not None:
+            # A byte: while a forked child of this process has the pipe too, its end cannot be read.
+            self._process.stdin.write(b".")
             self._process.stdin.close()
             await self._process.wait()
 
@@ -74,7 +80,15 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.05)
 
 
+def wait_for_end(parent: int) -> None:
+    """Wait until the episode is left, which writes to stdin, or its process ``parent`` ends, which closes stdin.
+
+    Forked children of this process keep stdin open. The system then names another parent.
+    """
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], _SECONDS)[0]:
+        pass
+
+
 if __name__ == "__main__":
-    # The other end of this pipe is closed when the episode is left, and by the system when its process dies.
-    sys.stdin.buffer.read()
+    wait_for_end(int(sys.argv[2]))
     kill_marked(sys.argv[1])

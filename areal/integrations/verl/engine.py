@@ -258,7 +258,8 @@ class ArealEngine(BaseEngine):
 def _check_batch(data: TensorDict) -> None:
     """Raise for flags and columns of a batch that no engine of this library honours."""
     found = {flag: tu.get_non_tensor_data(data=data, key=flag, default=False) for flag in UNSUPPORTED}
-    found["multi_modal_inputs"] = any(data.get("multi_modal_inputs", None) or ())
+    # verl's agent loop adds this column to batches of text too, with an empty dict for each sample.
+    found["multi_modal_inputs"] = any(tu.get(data, "multi_modal_inputs") or ())
     check_options({name: (x, [False]) for name, x in found.items()}, "engine.strategy = 'areal'", "leave it out")
 
 

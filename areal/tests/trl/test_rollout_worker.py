@@ -198,11 +198,33 @@ def test_a_worker_that_hangs_is_noticed(rollout: LocalRollout, tmp_path: Path) -
         ({"min_p": 0.1}, r"AsyncGRPOConfig.min_p = 0.1: it is not supported; leave it at None"),
         ({"repetition_penalty": 1.1}, r"AsyncGRPOConfig.repetition_penalty = 1.1"),
         ({"log_completions": True}, r"AsyncGRPOConfig.log_completions = True"),
+        (
+            {"resume_from_checkpoint": "out/checkpoint-6"},
+            r"AsyncGRPOConfig.resume_from_checkpoint = 'out/checkpoint-6': .*pass the rest of the items",
+        ),
     ],
 )
 def test_options_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         worker(None, config(tmp_path, **changes))
+
+
+def test_a_checkpoint_of_train_alone_does_not_move_the_items(path: str, rollout: LocalRollout, tmp_path: Path) -> None:
+    train(path, config(tmp_path, max_steps=2, save_strategy="steps", save_steps=2), worker(rollout, config(tmp_path)))
+    asked: list[Any] = []
+
+    def record(completions: Any, letter: Any, prompts: Any, **_: Any) -> list[float]:
+        asked.append(prompts[0])
+        return tiny.reward(completions, letter)
+
+    args, rest = config(tmp_path, max_steps=3), tiny.data_set().select(range(8, 64))
+    episode = rewarded_answer(args, tiny.tokenizer(), record)
+    ours = RolloutWorker(rollout, rest, args, tiny.tokenizer(), episode, reproducible=True)
+    trainer = AsyncGRPOTrainer(path, tiny.reward, args, tiny.data_set(), rollout_worker=ours, weight_transfer=ours)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    # Two steps of four groups came before, and the rest begins with its first item.
+    assert trainer.state.global_step == 3
+    assert all(rest[i]["prompt"] in asked for i in range(4))
 
 
 def test_limits_of_the_plan_are_those_of_trl(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ def in_verls_form(role: str, columns: dict[str, torch.Tensor], whole: dict[str, 
         "global_token_num": lengths,
     }
     tu.assign_non_tensor(data, **flags)
+    # verl's agent loop adds this column to batches without images too.
+    tu.assign_non_tensor_stack(data, "multi_modal_inputs", [{} for _ in columns["input_ids"]])
     return data
 
 
