@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from areal.engine.model import fused_layers
 from areal.tests.mutants.planting import Function, mutant
 
 LAYERS = "unit/engine/layers/test_layer_functions.py::"
@@ -17,6 +20,16 @@ def eps_outside_of_the_root(right: Function) -> Function:
 
     def wrong(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         return 1 / (x.to(dtype).square().mean(-1, keepdim=True).sqrt() + eps)
+
+    return wrong
+
+
+@mutant("areal.engine.model.fused_layers:rms_norm", LAYERS + "test_norm_of_a_gpu_agrees_with_transformers*")
+def eps_of_the_kernel(right: Function) -> Function:
+    """On a GPU the norm runs with the default eps of PyTorch's kernel instead of the model's."""
+
+    def wrong(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
+        return right(x, weight, torch.finfo(x.dtype).eps if fused_layers._has_kernel(x, weight) else eps, **options)
 
     return wrong
 

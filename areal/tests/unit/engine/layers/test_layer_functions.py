@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -183,6 +184,45 @@ def test_norm_rounds_as_transformers(module: Any, weight_dtype: torch.dtype) -> 
         torch.testing.assert_close(a, e, rtol=1e-2, atol=1e-2)
     ones = (stock.weight.grad, fused.weight.grad)
     torch.testing.assert_close(*ones, rtol=1e-2, atol=1e-2)
+
+
+# ---- the norm of a GPU: F.rms_norm, which a CPU composes of small operations
+
+NORM_FAMILIES = {"llama": LlamaRMSNorm, "gpt_oss": GptOssRMSNorm, "gemma3_text": Gemma3RMSNorm}
+
+
+def norms(family: str, eps: float, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return a norm of transformers and its fused copy, with weights that differ from their initial values."""
+    stock = NORM_FAMILIES[family](64, eps).to(dtype)
+    with torch.no_grad():
+        stock.weight.add_(0.3 * random(64, dtype=dtype, grad=False))
+    fused = copy.deepcopy(stock)
+    assert fuse_layers(fused, family) == 1
+    return stock, fused
+
+
+@pytest.mark.parametrize("family", NORM_FAMILIES)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
+)
+def test_norm_of_a_gpu_agrees_with_transformers(family: str, dtype: torch.dtype, bound: float) -> None:
+    # Inputs of the size of sqrt(eps): another eps changes results by tens of per cent.
+    eps = 0.01
+    calls = mock.Mock(side_effect=F.rms_norm)
+    with (
+        float64_everywhere() if dtype == torch.float64 else nullcontext(),
+        mock.patch.object(fused_layers, "_has_kernel", lambda x, weight: x.dtype == weight.dtype),
+        mock.patch.object(F, "rms_norm", calls),
+    ):
+        stock, fused = norms(family, eps, dtype)
+        x = (eps**0.5 * random(50, 64, grad=False)).to(dtype).requires_grad_()
+        expected, actual = gradients(stock, x), gradients(fused, x)
+    assert calls.call_count == 1
+    for a, e in zip((*actual, fused.weight.grad), (*expected, stock.weight.grad), strict=True):
+        assert a.dtype == e.dtype == dtype
+        assert ((a - e).abs().max() / e.abs().max()).item() < bound
+        # The modules of Gemma and GPT-OSS round once, too: after the weight.
+        assert family == "llama" or dtype != torch.bfloat16 or (a != e).double().mean().item() < 0.02
 
 
 # ---- what is saved, and how many operations run
