@@ -1,4 +1,4 @@
-"""Choice of attention kernels by what a GPU supports: compute capability, dtype and head dim."""
+"""Choice of attention kernels by what a GPU supports: compute capability, dtype, head dim, soft caps and sinks."""
 
 from __future__ import annotations
 
@@ -37,6 +37,28 @@ def runs_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     if reason is not None:
         _warn_once(reason)
     return reason is None
+
+
+def runs_options(device: torch.device, *, softcap: bool, sinks: bool, flash_attn: bool, sink_kernel: bool) -> bool:
+    """Return whether a variable-length kernel supports the options of a layer. Logs once why a GPU's kernels do not.
+
+    Args:
+        softcap, sinks: options of the layer.
+        flash_attn: whether the package is installed. Only its kernel has soft caps.
+        sink_kernel: whether torch's kernel returns what sinks need.
+    """
+    instead = "plain operations in blocks run instead, which are far slower"
+    if softcap and sinks:
+        reason = f"soft cap of the attention logits with attention sinks: no kernel has both; {instead}"
+    elif softcap and not flash_attn:
+        reason = f"soft cap of the attention logits without the package flash_attn: {instead}; pip install flash-attn"
+    elif sinks and not sink_kernel:
+        reason = f"attention sinks with torch {torch.__version__}: {instead}; install torch 2.13 or later"
+    else:
+        return True
+    if device.type == "cuda":
+        _warn_once(reason)
+    return False
 
 
 @functools.cache

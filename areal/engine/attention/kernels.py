@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from areal.engine.attention.capability import VARLEN_TAKES_GROUPS, activate_flash_attention_3, runs_varlen
+from areal.engine.attention.capability import VARLEN_TAKES_GROUPS, activate_flash_attention_3, runs_options, runs_varlen
 from areal.engine.attention.recomputation import always_recomputed
 from areal.engine.attention.sinks import SINKS_SUPPORTED, SinkAttention, TorchVarlen
 
@@ -242,25 +242,25 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, option
         raise ValueError(f"sinks {list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads")
 
 
-def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the kernel of :func:`packed_attention` for ordinary layers, without soft caps and large heads."""
-    if not runs_varlen(device, dtype, head_dim=8):
-        return "torch scaled_dot_product_attention"
-    if activate_flash_attention_3(device):
+def kernel_name(device: torch.device, dtype: torch.dtype, *, softcap: bool = False, sinks: bool = False) -> str:
+    """Return the kernel of :func:`packed_attention` for layers with these options. Logs once why a GPU runs no kernel of its own."""
+    if not (runs_varlen(device, dtype, head_dim=8) and _runs_options(device, softcap, sinks)):
+        return "plain operations in blocks" if softcap or sinks else "torch scaled_dot_product_attention"
+    if not softcap and activate_flash_attention_3(device):
         return "torch varlen_attn, FlashAttention 3"
-    return "torch varlen_attn" if flash_attn_varlen_func is None else "flash_attn"
+    return "torch varlen_attn" if flash_attn_varlen_func is None or sinks else "flash_attn"
 
 
 def _runs_varlen(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Return whether a variable-length kernel supports these tensors and options."""
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" or not runs_varlen(q.device, q.dtype, max(q.shape[2], v.shape[2])):
         return False
-    if options.sinks is not None:
-        supported = SINKS_SUPPORTED and options.softcap is None
-    else:
-        # Only flash_attn has a softcap.
-        supported = options.softcap is None or flash_attn_varlen_func is not None
-    return supported and runs_varlen(q.device, q.dtype, max(q.shape[2], v.shape[2]))
+    return _runs_options(q.device, options.softcap is not None, options.sinks is not None)
+
+
+def _runs_options(device: torch.device, softcap: bool, sinks: bool) -> bool:
+    flash = flash_attn_varlen_func is not None
+    return runs_options(device, softcap=softcap, sinks=sinks, flash_attn=flash, sink_kernel=SINKS_SUPPORTED)
 
 
 def _runs_flash_attn(q: Tensor, options: AttentionOptions) -> bool:

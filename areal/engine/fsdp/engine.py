@@ -20,14 +20,13 @@ from areal.api.sections.fsdp import FSDPConfig
 from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
 from areal.engine.attention.huggingface import INVARIANT_ATTENTION, PACKED_ATTENTION
-from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.batch_rules import check_sharing
 from areal.engine.components import EngineComponents
 from areal.engine.fsdp import gradients as grad
 from areal.engine.fsdp.activation_offload import offload_activations
 from areal.engine.fsdp.expert_parallel import check_experts
-from areal.engine.fsdp.layers import describe_layers, prepare_layers
+from areal.engine.fsdp.layers import attention_kernel, describe_layers, prepare_layers
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
 from areal.engine.fsdp.parallelize import parallelize, transformer_layers
 from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
@@ -206,7 +205,8 @@ class FSDPEngine(BaseTrainEngine):
         if self._rows:
             attention = f"{chunks.full_model.hf.config._attn_implementation} of transformers, one sequence per row"
         else:
-            attention = f"{kernel_name(self.device, torch_dtype(config.dtype))}, packed sequences"
+            kernel = attention_kernel(chunks.full_model.hf, self.device, torch_dtype(config.dtype))
+            attention = f"{kernel}, packed sequences"
         if fsdp.batch_invariant:
             attention += ", batch-invariant" if self.device.type == "cpu" else ", torch's deterministic algorithms"
         if cp.size > 1:

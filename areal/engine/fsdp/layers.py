@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from areal.api.config import TrainEngineConfig, torch_dtype
+from areal.engine.attention.kernels import kernel_name
 from areal.engine.fsdp.activation_checkpointing import spread_evenly
 from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.parallelize import transformer_layers
@@ -48,6 +52,14 @@ def prepare_layers(
         round_layers(everything, fsdp.quantization)
     if fsdp.float8 is not None:
         convert_layers(everything, fsdp.float8, float8_products(fsdp.float8, torch_dtype(config.dtype), device))
+
+
+def attention_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the kernel of packed attention of a model of transformers, for the log. Warns if a GPU runs plain operations instead."""
+    config: Any = model.config
+    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return kernel_name(device, dtype, softcap=softcap, sinks=sinks)
 
 
 def describe_layers(config: TrainEngineConfig, model_type: str) -> dict[str, str]:

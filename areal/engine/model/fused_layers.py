@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, wide_weight: bool = False
     """Compute ``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
 
     Statistics are computed in at least float32. On a GPU this is one kernel of PyTorch, which rounds to the dtype of ``x`` once, after the
-    weight. Elsewhere the rounding is that of transformers' modules.
+    weight. With an offset, the kernel runs in at least float32 between two casts. Elsewhere the rounding is that of transformers' modules.
 
     Args:
         x: ``[..., N]``, of any floating dtype.
@@ -37,8 +37,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, wide_weight: bool = False
     Returns:
         ``[..., N]``, in the dtype of ``x``. Without ``wide_weight`` a wider weight widens it.
     """
-    if not offset and _has_kernel(x, weight):
-        return F.rms_norm(x, weight.shape, weight, eps)
+    if _has_kernel(x, weight):
+        if not offset:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        # The sum of offset and weight is not rounded.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), weight.shape, _widened(weight, wide, offset), eps).to(x.dtype)
     out: Tensor = _RMSNorm.apply(x, weight, eps, wide_weight, offset)
     return out
 
@@ -153,48 +157,71 @@ def apply_rotary_pos_emb(
 
     Args:
         q, k: ``[B, H, S, D]`` with ``D`` even, of any floating dtype. The number of heads may differ.
-        cos, sin: ``[B, S, D]``, without gradient. Both halves contain the same angles.
+        cos, sin: ``[B, S, D]``, without gradient. Both halves contain the same angles; the second may be left out: ``[B, S, D / 2]``.
         unsqueeze_dim: dimension of the heads.
 
     Returns:
         Rotated queries and keys. Wider angles widen them.
     """
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+    return _rotated(q, k, cos, sin, unsqueeze_dim, False)
+
+
+def apply_rotary_pos_emb_interleave(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys, as transformers' function of this name: adjacent entries of a head are paired.
+
+    First entries of the pairs become the first half of the result. The other arguments are those of :func:`apply_rotary_pos_emb`.
+    """
+    return _rotated(q, k, cos, sin, unsqueeze_dim, True)
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    half = q.shape[-1] // 2
+    cos, sin = cos[..., :half].unsqueeze(dim), sin[..., :half].unsqueeze(dim)
+    return _Rotation.apply(q, cos, sin, interleaved), _Rotation.apply(k, cos, sin, interleaved)
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        return _rotate(x, cos, sin, 1)
+        ctx.dtype, ctx.interleaved = x.dtype, interleaved
+        if not interleaved:
+            return _rotate(x.unflatten(-1, (2, -1)), cos, sin, 1).flatten(-2)
+        pairs = x.unflatten(-1, (-1, 2)).transpose(-1, -2)
+        out = pairs.new_empty(pairs.shape, dtype=torch.result_type(x, cos))
+        return _rotate(pairs, cos, sin, 1, out).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1).to(ctx.dtype), None, None
+        pairs, (cos, sin) = grads[0].unflatten(-1, (2, -1)), ctx.saved_tensors
+        if not ctx.interleaved:
+            return _rotate(pairs, cos, sin, -1).flatten(-2).to(ctx.dtype), None, None, None
+        # Memory in the order of the input: pairs are adjacent.
+        out = pairs.new_empty(pairs.transpose(-1, -2).shape)
+        _rotate(pairs, cos, sin, -1, out.transpose(-1, -2))
+        return out.flatten(-2).to(ctx.dtype), None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotate the pairs ``(x[i], x[i + D / 2])`` by the angles, or by their negatives with ``sign = -1``."""
-    half = x.shape[-1] // 2
-    out = x * cos
-    first, second = out[..., :half], out[..., half:]
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor | None = None) -> Tensor:
+    """Rotate the pairs ``x[..., 0, :]`` and ``x[..., 1, :]`` by the angles, or by their negatives with ``sign = -1``."""
+    out = torch.mul(x, cos.unsqueeze(-2), out=out)
+    first, second, x_first, x_second = out[..., 0, :], out[..., 1, :], x[..., 0, :], x[..., 1, :]
     if out.element_size() < 4:
         # Each product is rounded before the sum, as in transformers.
-        first.sub_(x[..., half:] * sin[..., :half], alpha=sign)
-        second.add_(x[..., :half] * sin[..., half:], alpha=sign)
+        first.sub_(x_second * sin, alpha=sign)
+        second.add_(x_first * sin, alpha=sign)
     else:
-        first.addcmul_(x[..., half:], sin[..., :half], value=-sign)
-        second.addcmul_(x[..., :half], sin[..., half:], value=sign)
+        first.addcmul_(x_second, sin, value=-sign)
+        second.addcmul_(x_first, sin, value=sign)
     return out
 
 
 # ---- replacement
 
-_ROTATION = apply_rotary_pos_emb.__name__
-"""Name of the function in modules of transformers."""
+_ROTATIONS = (apply_rotary_pos_emb.__name__, apply_rotary_pos_emb_interleave.__name__)
+"""Names of the functions in modules of transformers."""
 
 FUSED_NORM_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Dtypes of inputs of fused norms. Norms of transformers compute float64 in float32: a float64 model keeps these numbers."""
@@ -207,7 +234,7 @@ class FusedLayers:
     Attributes:
         norm: name of the norm's class.
         mlp: name of the class with ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``.
-        attention: name of the class that calls ``apply_rotary_pos_emb`` for halves of heads.
+        attention: name of the class that calls ``apply_rotary_pos_emb`` for halves of heads, or ``apply_rotary_pos_emb_interleave``.
         wide_weight, offset: see :func:`rms_norm`.
     """
 
@@ -219,12 +246,12 @@ class FusedLayers:
 
 
 FUSED: Mapping[str, FusedLayers] = {
-    "deepseek_v3": FusedLayers("DeepseekV3RMSNorm", "DeepseekV3MLP"),
+    "deepseek_v3": FusedLayers("DeepseekV3RMSNorm", "DeepseekV3MLP", "DeepseekV3Attention"),
     **dict.fromkeys(
         ("gemma3", "gemma3_text"),
         FusedLayers("Gemma3RMSNorm", None, "Gemma3Attention", wide_weight=True, offset=1.0),
     ),
-    "gpt_oss": FusedLayers("GptOssRMSNorm", wide_weight=True),
+    "gpt_oss": FusedLayers("GptOssRMSNorm", None, "GptOssAttention", wide_weight=True),
     "llama": FusedLayers("LlamaRMSNorm", "LlamaMLP", "LlamaAttention"),
     "qwen2": FusedLayers("Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention"),
     "qwen2_5_vl": FusedLayers("Qwen2_5_VLRMSNorm", "Qwen2MLP", "Qwen2_5_VLAttention"),
@@ -280,7 +307,7 @@ def fuse_layers(model: nn.Module, model_type: str, functions: LayerFunctions | N
             forward = _norm_forward(fused, functions.rms_norm)
         elif name == fused.mlp and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
             forward = _gated_forward(functions.silu_product)
-        elif name == fused.attention and _ROTATION in type(module).forward.__code__.co_names:
+        elif name == fused.attention and set(_ROTATIONS) & {*type(module).forward.__code__.co_names}:
             forward = _with_rotation(type(module).forward, functions.apply_rotary_pos_emb)
         if forward is not None:
             # A bound method: a copy of the model gets a method of the copied module.
@@ -320,10 +347,10 @@ def _gated_forward(product: Callable[[Tensor, Tensor], Tensor]) -> Any:
 
 
 def _with_rotation(function: Any, rotation: Any) -> Any:
-    """Return a copy of an attention's forward that finds another rotation under the name it calls."""
+    """Return a copy of an attention's forward that finds other rotations under the names it calls."""
     return types.FunctionType(
         function.__code__,
-        {**function.__globals__, _ROTATION: rotation},
+        {**function.__globals__, **dict(zip(_ROTATIONS, (rotation, apply_rotary_pos_emb_interleave), strict=True))},
         function.__name__,
         function.__defaults__,
         function.__closure__,

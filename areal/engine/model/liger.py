@@ -67,7 +67,8 @@ def layer_functions(ops: Any) -> LayerFunctions:
         return out
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if not q.dtype == k.dtype == cos.dtype or unsqueeze_dim != 1:
+        # Liger reads angles of both halves.
+        if not q.dtype == k.dtype == cos.dtype or unsqueeze_dim != 1 or cos.shape[-1] != q.shape[-1]:
             return fused_layers.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
         # Liger rotates in place. Selective checkpointing keeps results of matrix products, which would be rotated again.
         rotated: tuple[Tensor, Tensor] = ops.LigerRopeFunction.apply(q.clone(), k.clone(), cos, sin)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from areal.engine import state
+from areal.tests.grid.models import tiny_model
 from areal.tests.grid.reference import Reference
 from areal.tests.harness.tiny import family_dir, started
 from areal.tests.harness.world import world
@@ -68,6 +71,15 @@ def test_the_log_names_compilation_and_rows() -> None:
     (message,) = messages_of("fsdp:d1", path=family_dir("llama"), fsdp=fsdp)
     assert items(message)["compile"] == "each layer, backend eager"
     assert "one sequence per row" in items(message)["attention kernel"]
+
+
+@pytest.mark.world(1)
+def test_the_log_names_plain_operations_of_soft_caps(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model("gemma2", vocab_size=32, num_hidden_layers=1, head_dim=8, **sizes)
+    tiny_model(config, seed=0).save_pretrained(tmp_path)
+    (message,) = messages_of("fsdp:d1", path=str(tmp_path))
+    assert items(message)["attention kernel"] == "plain operations in blocks, packed sequences"
 
 
 @pytest.mark.world(2)

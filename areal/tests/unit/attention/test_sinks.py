@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.engine.attention import capability, kernels
 from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
+from areal.engine.fsdp.layers import attention_kernel
 
 LENGTHS = {"same": ((4, 1, 13, 4), (4, 1, 13, 4)), "lower_right": ((2, 1, 1, 9), (5, 1, 7, 12))}
 
@@ -143,6 +146,69 @@ def test_unsupported_gpus_fall_back_with_one_warning(
             assert capability.runs_varlen(CUDA, dtype, width) == (reason is None)
     assert [reason in record.message for record in caplog.records] == ([] if reason is None else [True])
     assert not capability.runs_varlen(torch.device("cpu"), dtype, width)
+
+
+TINY = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+OPTIONS = {
+    "softcap": ({"softcap": 50.0}, r"soft cap .* without the package flash_attn: plain .* run instead.*; pip install"),
+    "sinks": ({"sinks": torch.zeros(1)}, r"attention sinks with torch .*: plain .* run instead.*; install torch 2\.13"),
+    "both": ({"sinks": torch.zeros(1), "softcap": 2.0}, "soft cap .* with attention sinks: no kernel has both; plain"),
+}
+
+
+@pytest.mark.parametrize(("options", "reason"), OPTIONS.values(), ids=OPTIONS)
+def test_unsupported_options_fall_back_with_one_warning(
+    gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(kernels, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(kernels, "SINKS_SUPPORTED", False)
+    logged = {}
+    with caplog.at_level(logging.WARNING), FakeTensorMode():
+        for device in ("cpu", "meta", "cuda"):
+            q = torch.empty(1, 1, 64, dtype=torch.bfloat16, device=device)
+            for _ in range(3):
+                assert not kernels._runs_varlen(q, q, AttentionOptions(scale=1.0, **options))
+            logged[device] = len(caplog.records)
+    assert logged == {"cpu": 0, "meta": 0, "cuda": 1}
+    assert re.match(reason, caplog.records[0].message)
+
+
+@pytest.mark.parametrize(
+    ("family", "logged"), [("gemma2", "soft cap"), ("gpt_oss", "attention sinks"), ("llama", None)]
+)
+def test_model_on_a_gpu_warns_before_its_first_forward(
+    gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    family: str,
+    logged: str | None,
+) -> None:
+    monkeypatch.setattr(kernels, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(kernels, "SINKS_SUPPORTED", False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=1, **TINY))
+    plain = "torch scaled_dot_product_attention" if logged is None else "plain operations in blocks"
+    with caplog.at_level(logging.WARNING):
+        assert attention_kernel(model, torch.device("cpu"), torch.bfloat16) == plain
+        assert not caplog.records
+        for _ in range(2):
+            name = attention_kernel(model, CUDA, torch.bfloat16)
+    if logged is None:
+        assert name == "torch varlen_attn, FlashAttention 3"
+        assert not caplog.records
+    else:
+        assert name == plain
+        (record,) = caplog.records
+        assert record.message.startswith(logged)
+    # With the packages, a kernel runs.
+    monkeypatch.setattr(kernels, "flash_attn_varlen_func", packed_attention)
+    monkeypatch.setattr(kernels, "SINKS_SUPPORTED", True)
+    expected = "flash_attn" if family == "gemma2" else "torch varlen_attn, FlashAttention 3"
+    assert attention_kernel(model, CUDA, torch.bfloat16) == expected
 
 
 def test_hopper_activates_flash_attention_3_once(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from areal.engine.model import fused_layers
 from areal.tests.mutants.planting import Function, mutant
 
 LAYERS = "unit/engine/layers/test_layer_functions.py::"
@@ -21,6 +24,16 @@ def eps_outside_of_the_root(right: Function) -> Function:
     return wrong
 
 
+@mutant("areal.engine.model.fused_layers:rms_norm", LAYERS + "test_norm_of_a_gpu_agrees_with_transformers*")
+def eps_of_the_kernel(right: Function) -> Function:
+    """On a GPU the norm runs with the default eps of PyTorch's kernel instead of the model's."""
+
+    def wrong(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
+        return right(x, weight, torch.finfo(x.dtype).eps if fused_layers._has_kernel(x, weight) else eps, **options)
+
+    return wrong
+
+
 @mutant("areal.engine.model.fused_layers:_grad_x", LAYERS + "test_gradient_of_the_norm*", PARITY)
 def norm_backward_without_the_mean(right: Function) -> Function:
     """The norm's backward treats the root mean square as a constant."""
@@ -33,13 +46,15 @@ def gate_and_up_exchanged(right: Function) -> Function:
     return lambda gate, up: right(up, gate)
 
 
-@mutant("areal.engine.model.fused_layers:_rotate", LAYERS + "test_gradient_of_the_rotation", PARITY)
+@mutant("areal.engine.model.fused_layers:_rotate", LAYERS + "test_gradient_of_the_rotation*", PARITY)
 def rotation_backward_in_the_same_direction(right: Function) -> Function:
     """The backward of the rotary embedding rotates as the forward."""
-    return lambda x, cos, sin, sign: right(x, cos, sin, 1)
+    return lambda x, cos, sin, sign, *out: right(x, cos, sin, 1, *out)
 
 
-@mutant("areal.engine.model.fused_layers:fuse_layers", LAYERS + "test_layer_runs_few_operations_on_a_gpu", PARITY)
+@mutant(
+    "areal.engine.model.fused_layers:fuse_layers", LAYERS + "test_layer_runs_few_operations_on_a_gpu[qwen3]", PARITY
+)
 def layers_of_transformers_kept(right: Function) -> Function:
     """No layer is replaced."""
     return lambda model, model_type: 0

@@ -23,10 +23,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: GptOssConfig(**_GPT_OSS),
 }
 REPLACED = {
-    "deepseek_v3": 2 * 4 + 1 + 2,  # norms of a layer and of the latents, the last norm, a dense MLP and shared experts
+    "deepseek_v3": 2 * (4 + 1 + 1) + 1,  # two norms of a layer are of the latents; a dense MLP and shared experts
     "gemma3": 2 * (6 + 1) + 1 + 1,  # the last one of the projector
     "gemma3_text": 3 * (6 + 1) + 1,
-    "gpt_oss": 2 * 2 + 1,
+    "gpt_oss": 2 * (2 + 1) + 1,
     "llama": 2 * (2 + 1 + 1) + 1,
     "qwen2": 2 * (2 + 1 + 1) + 1,
     "qwen2_5_vl": 2 * (2 + 1 + 1) + 1 + 2 * 2 + 1,  # norms of the tower

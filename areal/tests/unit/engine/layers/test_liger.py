@@ -92,6 +92,14 @@ def test_mixed_dtypes_keep_the_functions_of_torch() -> None:
     assert ops.calls == []
 
 
+def test_angles_of_one_half_keep_the_rotation_of_torch() -> None:
+    ops, q, angles = Ops(), torch.randn(1, 2, 3, 4), torch.randn(1, 3, 2)
+    rotated = layer_functions(ops).apply_rotary_pos_emb(q, q, angles.cos(), angles.sin())
+    both = angles.repeat(1, 1, 2)
+    assert torch.equal(rotated[0], apply_rotary_pos_emb(q, q, both.cos(), both.sin())[0])
+    assert ops.calls == []
+
+
 @pytest.mark.world(1)
 def test_engine_trains_with_liger_if_asked() -> None:
     ops, steps = Ops(), []
@@ -108,7 +116,7 @@ def test_engine_trains_with_liger_if_asked() -> None:
 
 
 def test_partly_fused_families_name_their_layers() -> None:
-    assert fused_layers.fused_kinds("gpt_oss") == "RMSNorm"
+    assert fused_layers.fused_kinds("gpt_oss") == "RMSNorm, rotary embedding"
     assert fused_layers.fused_kinds("mistral") == ""
 
 
