@@ -177,8 +177,7 @@ def apply_rotary_pos_emb_interleave(
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    half = q.shape[-1] // 2
-    cos, sin = cos[..., :half].unsqueeze(dim), sin[..., :half].unsqueeze(dim)
+    cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
     return _Rotation.apply(q, cos, sin, interleaved), _Rotation.apply(k, cos, sin, interleaved)
 
 
@@ -206,7 +205,12 @@ class _Rotation(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor | None = None) -> Tensor:
     """Rotate the pairs ``x[..., 0, :]`` and ``x[..., 1, :]`` by the angles, or by their negatives with ``sign = -1``."""
-    out = torch.mul(x, cos.unsqueeze(-2), out=out)
+    half = x.shape[-1]
+    if out is None and cos.shape[-1] == 2 * half:
+        out = (x.flatten(-2) * cos).unflatten(-1, (2, -1))  # on a CPU faster than two rows of half the length
+    else:
+        out = torch.mul(x, cos[..., :half].unsqueeze(-2), out=out)
+    sin = sin[..., :half]
     first, second, x_first, x_second = out[..., 0, :], out[..., 1, :], x[..., 0, :], x[..., 1, :]
     if out.element_size() < 4:
         # Each product is rounded before the sum, as in transformers.
