@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from areal.utils import platform
+from areal.utils.releases import fsdp_param_groups
 
 Box = tuple[slice, ...]
 """One slice with explicit bounds for each dimension."""
@@ -41,9 +42,15 @@ def take_rows(x: Tensor, rows: Sequence[slice]) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard all parameters of an FSDP model. After a forward without a backward, those of the root are still gathered."""
+    """Reshard all parameters of an FSDP model. After a forward without a backward, those of the root are still gathered.
+
+    Weights that were gathered ahead of a layer that did not run are released: the next forward would use their old values.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # FSDP reshards completed gathers only: complete a pending one, which is without communication.
+            if any(group._all_gather_result is not None for group in fsdp_param_groups(module)):
+                module.unshard()
             module.reshard()
 
 

@@ -52,12 +52,25 @@ class GatheredTokens:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``. For the gathered tokens ``x`` of the current block, the backward keeps the shard alone."""
         # A frozen weight does not need its input.
-        plain = (
-            torch.compiler.is_compiling() or self.recomputed or not (torch.is_grad_enabled() and weight.requires_grad)
-        )
-        if plain or x is not self._gathered:
+        if not weight.requires_grad or self._keeps(x):
             return linear_product(x, weight, bias)
         return _GatheredLinear.apply(x, weight, bias, self._shard, self._again)
+
+    def saved(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+        """Return this rank's shard of the gathered tokens ``x`` of the current block, and the function that gathers them again.
+
+        A backward that reads ``x`` once keeps the shard. ``None`` if it keeps ``x``. For adapters: the weights of their layers are frozen.
+        """
+        if self._keeps(x) or self._shard is None:
+            return None
+        self._again.uses += 1
+        return self._shard, self._again.gather
+
+    def _keeps(self, x: Tensor) -> bool:
+        """Return whether a backward keeps ``x``, or there is none."""
+        # Dynamo cannot trace the state.
+        plain = torch.compiler.is_compiling() or self.recomputed or not torch.is_grad_enabled()
+        return plain or x is not self._gathered
 
 
 def keep_gathered(layer: nn.Module) -> None:

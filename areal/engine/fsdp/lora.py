@@ -138,11 +138,13 @@ def _tensor_parallel_split(linear: Any, tp: dist.ProcessGroup | None) -> TensorP
     # A replicated layer of which each rank computes some rows, with replicated factors.
     computed_rows = getattr(linear, "computed_rows", None)
     if computed_rows is not None:
-        return TensorParallelSplit(down_summed=True, up_summed=True, up_rows=computed_rows)
+        return TensorParallelSplit(
+            down_summed=True, up_summed=True, up_rows=computed_rows, saved_input=linear.input_tokens.saved
+        )
     if not isinstance(placement, Shard):
         return TensorParallelSplit()
     # Column-parallel: a rank computes some outputs of all tokens.
     if placement.dim == 0:
-        return TensorParallelSplit(up_dim=0, down_summed=True)
+        return TensorParallelSplit(up_dim=0, down_summed=True, saved_input=linear.input_tokens.saved)
     # Row-parallel: a rank has some inputs of all tokens, and keeps its own tokens of the sum.
     return TensorParallelSplit(down_dim=1, up_summed=True, before_up=lambda low: ReduceScatterRows.apply(low, tp))

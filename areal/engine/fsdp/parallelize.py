@@ -36,7 +36,8 @@ def parallelize(
         mesh: parameter mesh, from :func:`areal.utils.mesh.build_param_mesh`.
         expert_mesh: mesh from :func:`areal.utils.mesh.build_expert_mesh`; ``None`` does not spread experts over ranks.
     """
-    layers = [*transformer_layers(model), *vision_layers(model.hf)]
+    decoder = transformer_layers(model)
+    layers = [*decoder, *vision_layers(model.hf)]
     # As the innermost hook of the experts: FSDP's own may release their weights.
     reach_experts(model)
     # Tensor and expert parallelism come first: FSDP shards the slices that they leave on a rank.
@@ -82,8 +83,9 @@ def parallelize(
         fully_shard(layer, mesh=shard_mesh, **options)
     options["reshard_after_forward"] = False
     fully_shard(model, mesh=shard_mesh, shard_placement_fn=_evenly, **options)
+    # A vision tower runs before the decoder: after the last layer of the decoder there is nothing to gather.
     if expert_mesh is not None:
-        _gather_ahead([layer for layer in layers if isinstance(layer, FSDPModule)])
+        _gather_ahead([layer for layer in decoder if isinstance(layer, FSDPModule)])
     # Gradients are sums over ranks. Gloo does not support pre-multiplied sums, so that the reduction must be a plain sum.
     for module in model.modules():
         if isinstance(module, FSDPModule):

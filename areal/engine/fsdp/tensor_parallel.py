@@ -57,7 +57,8 @@ class TensorParallel:
     def columns(self, module: Any) -> None:
         """Split a linear layer of a block by columns: each rank computes some outputs of all tokens."""
         self._distribute(module, weight=Shard(0), bias=Shard(0))
-        linear = self._tokens[id(module)].linear
+        module.input_tokens = self._tokens[id(module)]
+        linear = module.input_tokens.linear
         module.forward = lambda x: linear(x, local_part(module.weight), local_part(module.bias))
 
     def key_heads(self, module: Any) -> None:
@@ -185,7 +186,8 @@ class TensorParallel:
         """Replicate a linear layer of a block, and compute some of its rows. Its gradient is a partial sum over ranks."""
         self._distribute(module, weight=Replicate(), bias=Replicate())
         module.computed_rows = rows
-        linear = self._tokens[id(module)].linear
+        module.input_tokens = self._tokens[id(module)]
+        linear = module.input_tokens.linear
 
         def forward(x: Tensor) -> Tensor:
             weight, bias = (local_part(each, Partial()) for each in (module.weight, module.bias))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal.engine.lora.adapter_plan import Target
+from areal.engine.lora.row_products import Down, SavedInput
 from areal.utils.collectives import all_gather_rows
 from areal.utils.dtensor import Box, full_box, take_rows
 from areal.utils.functional import HeadUpdate
@@ -18,6 +19,10 @@ from areal.utils.functional import HeadUpdate
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _input_itself(x: Tensor) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class TensorParallelSplit:
         down_summed, up_summed: whether the gradient on one rank is a partial sum over tensor-parallel ranks.
         before_down: function applied to the layer's input ``[T, inputs]`` before ``A``, e.g. a collective.
         before_up: function applied to the product ``[T, rank]`` before ``B``.
+        saved_input: function of the layer's input that returns what the backward of ``A`` keeps of it, for one product; ``None`` for the
+            input.
         up_rows: ranges of rows of a replicated ``B`` that give the outputs of the layer on this rank; ``None`` for all.
     """
 
@@ -40,6 +47,7 @@ class TensorParallelSplit:
     up_summed: bool = False
     before_down: Callable[[Tensor], Tensor] = _identity
     before_up: Callable[[Tensor], Tensor] = _identity
+    saved_input: Callable[[Tensor], SavedInput | None] = _input_itself
     up_rows: Sequence[slice] | None = None
 
 
@@ -150,7 +158,9 @@ class LowRank:
             x: ``[..., inputs]``. Input of the layer.
         """
         # Down to the rank, with the layer's own communication before and after.
-        low = F.linear(self.split.before_down(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
+        rows, down = self.split.before_down(x.flatten(0, -2)), self.down.parameter.to(x.dtype)
+        saved = self.split.saved_input(x)
+        low = F.linear(rows, down) if saved is None else Down.apply(rows, len(down), [(0, len(rows))], saved, down)
         # One fused product adds the contribution to the output.
         up = self.local_up().to(x.dtype)
         added = torch.addmm(out.flatten(0, -2), self.split.before_up(low), up.t(), alpha=self.scale)

@@ -31,6 +31,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_orig_size": (_PARAM, _OLD),
     "_unsharded_param": (_PARAM, _OLD),
     "fsdp_params": (_GROUP, _OLD),
+    "_all_gather_result": (_GROUP, _OLD),
     "post_backward": (_GROUP, _OLD),
     "finalize_backward": (_GROUP, _OLD),
     "reduce_grads": (_GROUP, _OLD),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import FinetuneSpec, SaveLoadMeta
@@ -23,7 +24,7 @@ from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.references.moe_reference import SHAPES, TOLERANCE, moe_reference, recorded, with_replay
 from areal.tests.harness.resume_chain import assert_resumes
-from areal.tests.harness.tiny import config, global_batch, local_batch, loss, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, family_dir, global_batch, local_batch, loss, same_bits, started, weights_of
 from areal.utils.dtensor import local_shard
 
 UNEVEN = {"n_routed_experts": 7, "n_group": 1}
@@ -188,3 +189,17 @@ def test_weights_of_the_next_layer_are_gathered_before_a_layer_computes() -> Non
     # The gathers that were issued when the experts of a layer begin: those of the second layer are among those of the first.
     assert issued[0] > 0
     assert issued[0::2] == issued[1::2]
+
+
+@pytest.mark.world(2)
+def test_a_forward_of_images_gathers_each_layer_once() -> None:
+    """Nothing is gathered ahead that the forward does not run: its tower runs before the decoder."""
+    batch = [{"input_ids": torch.arange(3, 9)}]
+    with started("fsdp:e2", path=family_dir("qwen3_5_moe")) as engine:
+        model = engine._components.model
+        # Experts at e2 are on one rank, without a gather.
+        gathered = sum(isinstance(x, FSDPModule) for x in model.modules()) - len(stacked_experts(model))
+        engine.forward_batch(batch)
+        with Gathers() as gathers:
+            engine.forward_batch(batch)
+    assert gathers.count == gathered

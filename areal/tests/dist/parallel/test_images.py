@@ -15,7 +15,9 @@ from transformers import AutoModelForImageTextToText
 from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, SaveLoadMeta, TokenOutputs
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.engine.batch_rules import rules_of
+from areal.engine.fsdp.parallelize import transformer_layers
 from areal.engine.fsdp.tensor_plans import PLANS
+from areal.engine.model.vision import vision_layers
 from areal.tests.grid.compare import assert_rows, assert_tensors
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import adapter_dir
@@ -82,6 +84,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "d2-selective": {"activation_checkpointing": "selective"},
     "t2": {},
     "t2-full": {"activation_checkpointing": "full"},
+    "e2": {},
     "d1-frozen": {"fsdp": {"freeze_vision": True}},
 }
 """Options of an engine by its layout and what they do."""
@@ -98,6 +101,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_layouts_compute_the_same(family: str, way: str) -> None:
     if family not in PLANS and way.startswith("t"):
         pytest.skip("it has no tensor-parallel plan, and is refused")
+    if not family.endswith("moe") and way.startswith("e"):
+        pytest.skip("it has no experts, and is refused")
     path = family_dir(family)
     gradients, logprobs = expected(family)
     if way.endswith("frozen"):
@@ -212,6 +217,29 @@ def test_a_saved_model_has_its_tower(family: str, tmp_path: Path) -> None:
     assert moved == {name for name, _ in before.named_parameters()}
     reference = Reference(str(tmp_path / "saved")).forward([samples(family)[2]], ("logprobs",))["logprobs"]
     assert_rows([after], reference, [0], 1e-5)
+
+
+@pytest.mark.world(2)
+def test_weights_gathered_ahead_do_not_outlive_a_call(tmp_path: Path) -> None:
+    """The last layer of a forward gathers the first layer of the next one, before whose forward the weights change."""
+    family = "qwen3_5_moe"
+    local = samples(family)[world().rank :: world().size]
+    everyone = range(len(local))
+    with started("fsdp:e2", path=family_dir(family)) as engine:
+        model: Any = engine._components.model[0]
+        last: Any = transformer_layers(model)[-1]
+        last.set_modules_to_forward_prefetch(vision_layers(model.hf)[:1])
+        meta = SaveLoadMeta(tmp_path / "saved", weight_format="hf")
+        engine.save(meta)
+        before = engine.forward_batch(local)
+        engine.forward_backward(local, loss)
+        engine.eval_batch(local, loss)
+        engine.optimizer_step()
+        after, again = (engine.forward_batch(local) for _ in range(2))
+        assert_rows(after, again, everyone, 1e-6)
+        assert all((x - y).abs().max() > 1e-4 for x, y in zip(after, before, strict=True))
+        engine.load(meta)
+        assert_rows(engine.forward_batch(local), before, everyone, 1e-6)
 
 
 @pytest.mark.world(2)

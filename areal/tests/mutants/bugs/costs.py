@@ -155,6 +155,12 @@ def gathered_tokens_saved(right: Function) -> Function:
     return lambda self, x, weight, bias: torch.nn.functional.linear(x, weight, bias)
 
 
+@mutant("areal.engine.fsdp.gathered_tokens:GatheredTokens.saved", _TOKENS + "test_backward_keeps*[*lora]")
+def gathered_tokens_saved_for_adapters(right: Function) -> Function:
+    """Adapters of tensor-parallel linear layers save the tokens of all ranks."""
+    return lambda self, x: None
+
+
 @mutant("areal.engine.fsdp.gathered_tokens:_Again.gather", _TOKENS + "test_backward_keeps*[*even]")
 def tokens_gathered_for_each_layer(right: Function) -> Function:
     """Each linear layer of a block gathers the tokens again."""

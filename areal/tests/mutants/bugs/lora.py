@@ -142,16 +142,16 @@ FAILED = "dist/checkpoint/test_lora_calls.py::test_failed_call_changes_no_pendin
 PACKED = "unit/data/test_batches_of_adapters.py::"
 
 
-@mutant("areal.engine.lora.mixed:_Down.backward", EACH.format("megatron:p2"))
+@mutant("areal.engine.lora.row_products:Down.backward", EACH.format("megatron:p2"))
 def gradients_of_the_next_adapter(right: Function) -> Function:
     """The gradient of one adapter's ``A`` goes to another adapter with an ``A`` of the same shape."""
 
     def wrong(ctx: Any, *grads: Any) -> Any:
-        x, width, spans, *downs = right(ctx, *grads)
+        x, width, spans, saved, *downs = right(ctx, *grads)
         for k in range(1, len(downs)):
             if downs[k].shape == downs[k - 1].shape:
                 downs[k - 1], downs[k] = downs[k], downs[k - 1]
-        return x, width, spans, *downs
+        return x, width, spans, saved, *downs
 
     return wrong
 

@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
+from areal.engine.fsdp.parallelize import transformer_layers
+from areal.engine.model.vision import vision_layers
 from areal.tests.mutants.planting import Function, mutant
 
 LAYOUT = "dist/parallel/test_images.py::test_layouts_compute_the_same[{}]"
@@ -75,5 +78,35 @@ def image_without_its_surroundings(right: Function) -> Function:
     def wrong(self: Any, text: str) -> str:
         expanded: str = right(self, text)
         return expanded.replace("\n\n<start_of_image>", "<start_of_image>")
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.fsdp.parallelize:parallelize",
+    "dist/parallel/test_expert_parallel.py::test_a_forward_of_images_gathers_each_layer_once[*]",
+)
+def tower_gathered_after_the_decoder(right: Function) -> Function:
+    """The last layer of the decoder gathers the tower ahead, which no longer runs."""
+
+    def wrong(model: Any, *args: Any) -> None:
+        right(model, *args)
+        last: Any = transformer_layers(model)[-1]
+        last.set_modules_to_forward_prefetch(vision_layers(model.hf)[:1])
+
+    return wrong
+
+
+@mutant(
+    "areal.utils.dtensor:reshard",
+    "dist/parallel/test_images.py::test_weights_gathered_ahead_do_not_outlive_a_call[*]",
+)
+def weights_gathered_ahead_are_kept(right: Function) -> Function:
+    """Weights that were gathered ahead and not used are those of the next forward."""
+
+    def wrong(model: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     return wrong
