@@ -24,12 +24,14 @@ class FactorUse:
     """How the factors of a layer are used. Hashable.
 
     Attributes:
-        dtype: of the products, by name.
+        dtype: of the operands of products, by name.
+        result: dtype of the contribution, by name, which is not rounded to a narrower one.
         reduce: dtype of the sums of gradients, by name.
         by_token: placement of ``[D, T, ...]`` arrays that tensor-parallel ranks do not divide.
     """
 
     dtype: str
+    result: str
     reduce: str
     by_token: NamedSharding
 
@@ -52,13 +54,13 @@ def low_rank(x: Array, down: Array, up: Array, slots: Array | None, use: FactorU
     """Return the products of each token with the factors of its slot.
 
     Args:
-        x: ``[D, T, in]``, in the dtype of ``use``.
+        x: ``[D, T, in]``, in the dtype of the operands.
         down: ``[D, S, r, in]``. ``A`` of each slot; data-parallel ranks have different ones.
         up: ``[D, out, S, r]``. ``B`` of each slot, multiplied by the scale of the adapter.
         slots: int32 ``[D, T]``. Slot of each token; ``None`` with a single slot.
 
     Returns:
-        ``[D, T, out]``, in the dtype of ``x``.
+        ``[D, T, out]``, in the dtype of the result.
     """
     return _products(x, down, up, slots, use)[0]
 
@@ -66,7 +68,7 @@ def low_rank(x: Array, down: Array, up: Array, slots: Array | None, use: FactorU
 def _products(x: Array, down: Array, up: Array, slots: Array | None, use: FactorUse) -> tuple[Array, Array]:
     """Return the output, and the products of each token with the first factors of its slot."""
     low = _of_slots(jnp.einsum("dti,dsri->dtsr", x, down.astype(use.dtype)), slots, use)
-    return jnp.einsum("dtsr,dosr->dto", low, up.astype(use.dtype)), low
+    return jnp.einsum("dtsr,dosr->dto", low, up.astype(use.dtype), preferred_element_type=use.result), low
 
 
 def _forward(
@@ -80,6 +82,7 @@ def _backward(
     use: FactorUse, saved: tuple[Array, Array, Array, Array | None, Array], grad: Array
 ) -> tuple[Array, Array, Array, None]:
     x, down, up, slots, low = saved
+    grad = grad.astype(use.dtype)
     grad_low = _of_slots(jnp.einsum("dto,dosr->dtsr", grad, up.astype(use.dtype)), slots, use)
     grad_x = jnp.einsum("dtsr,dsri->dti", grad_low, down.astype(use.dtype))
     # Sums over tokens are not rounded to the compute dtype.

@@ -60,7 +60,8 @@ class WeightUse:
     """How a weight is used.
 
     Attributes:
-        dtype: of the product, by name.
+        dtype: of the operands of the product, by name.
+        result: dtype of the product, by name, which is not rounded to a narrower one.
         reduce: dtype of the sum of the gradient, by name.
         stored: placement of the weight and its gradient.
         gathered: placement of the weight in the product.
@@ -70,6 +71,7 @@ class WeightUse:
     """
 
     dtype: str
+    result: str
     reduce: str
     stored: NamedSharding
     gathered: NamedSharding
@@ -116,7 +118,7 @@ def linear(x: Array, weight: Array, use: WeightUse) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _trained_linear(x: Array, weight: Array, use: WeightUse) -> Array:
-    return jnp.einsum("dti,oi->dto", x.astype(use.dtype), use.gather(weight))
+    return _product(x, use.gather(weight), use)
 
 
 def _linear_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tuple[Array, Array]]:
@@ -125,7 +127,8 @@ def _linear_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tup
 
 def _linear_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = saved
-    grad_x = jnp.einsum("dto,oi->dti", grad, use.gather(weight)).astype(x.dtype)
+    grad = grad.astype(use.dtype)
+    grad_x = _gradient_of_input(grad, use.gather(weight), use).astype(x.dtype)
     x = x.astype(use.dtype)
     if use.input_first:
         grad_weight = _summed_over_rows("dit,dto->io", x, grad, use).T
@@ -135,6 +138,15 @@ def _linear_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) ->
 
 
 _trained_linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _product(x: Array, gathered: Array, use: WeightUse) -> Array:
+    return jnp.einsum("dti,oi->dto", x.astype(use.dtype), gathered, preferred_element_type=use.result)
+
+
+def _gradient_of_input(grad: Array, gathered: Array, use: WeightUse) -> Array:
+    """Return the gradient of the input, from that of the product in the dtype of the operands. Its sum has the dtype of the product."""
+    return jnp.einsum("dto,oi->dti", grad, gathered, preferred_element_type=use.result)
 
 
 def _summed_over_rows(order: str, x: Array, grad: Array, use: WeightUse) -> Array:
@@ -148,7 +160,7 @@ def _summed_over_rows(order: str, x: Array, grad: Array, use: WeightUse) -> Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _frozen_linear(x: Array, weight: Array, use: WeightUse) -> Array:
-    return jnp.einsum("dti,oi->dto", x, use.gather(weight))
+    return _product(x, use.gather(weight), use)
 
 
 def _frozen_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, Array]:
@@ -156,7 +168,7 @@ def _frozen_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, Arr
 
 
 def _frozen_backward(use: WeightUse, weight: Array, grad: Array) -> tuple[Array, None]:
-    return jnp.einsum("dto,oi->dti", grad, use.gather(weight)), None
+    return _gradient_of_input(grad.astype(use.dtype), use.gather(weight), use).astype(use.dtype), None
 
 
 _frozen_linear.defvjp(_frozen_forward, _frozen_backward)
@@ -206,7 +218,7 @@ _device_sums.defvjp(_device_sums_forward, _device_sums_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loop_linear(x: Array, weight: Array, sums: Array | None, known: Array | None, use: WeightUse) -> Array:
-    return jnp.einsum("dti,oi->dto", x.astype(use.dtype), weight) if known is None else known
+    return _product(x, weight, use) if known is None else known
 
 
 def _loop_forward(
@@ -217,7 +229,8 @@ def _loop_forward(
 
 def _loop_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array | None, None]:
     x, weight = saved
-    grad_x = jnp.einsum("dto,oi->dti", grad, weight).astype(x.dtype)
+    grad = grad.astype(use.dtype)
+    grad_x = _gradient_of_input(grad, weight, use).astype(x.dtype)
     if not use.trained:
         return grad_x, None, None, None
     # No sum over devices here: it would be one for each chunk.

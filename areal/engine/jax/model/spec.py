@@ -92,8 +92,15 @@ class ModelSpec:
         """Whether the devices are CPUs; a mesh without devices has none."""
         return isinstance(self.mesh, Mesh) and bool(self.mesh.devices.flat[0].platform == "cpu")
 
-    def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
-        """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
+    def use(self, name: str, shape: tuple[int, ...], dtype: Any = None, result: Any = None) -> WeightUse:
+        """Return how a weight is used.
+
+        Args:
+            name: of its array.
+            shape: of a whole array, or of a row of an array over layers.
+            dtype: of the operands of products; ``None`` for the compute dtype.
+            result: dtype of products; ``None`` for that of the operands.
+        """
         rows = name.startswith(LAYER)
         stored = stored_spec(name, (1, *shape) if rows else shape, self.mesh)
         stored = row_spec(stored) if rows else stored
@@ -101,6 +108,7 @@ class ModelSpec:
         wide = len(shape) == 2 and shape[0] > shape[1]
         return WeightUse(
             compute,
+            jnp.dtype(result or compute).name,
             self.numbers.reduce,
             NamedSharding(self.mesh, stored),
             NamedSharding(self.mesh, gathered_spec(stored)),
@@ -109,10 +117,11 @@ class ModelSpec:
             input_first=wide and self.on_cpu and compute == self.numbers.reduce,
         )
 
-    def use_of_factors(self, dtype: Any = None) -> FactorUse:
-        """Return how the factors of adapters are used."""
+    def use_of_factors(self, dtype: Any = None, result: Any = None) -> FactorUse:
+        """Return how the factors of adapters are used. The dtypes are those of :meth:`use`."""
         by_token = NamedSharding(self.mesh, PartitionSpec(STREAMS, "cp"))
-        return FactorUse(jnp.dtype(dtype or self.numbers.compute).name, self.numbers.reduce, by_token)
+        compute = jnp.dtype(dtype or self.numbers.compute).name
+        return FactorUse(compute, jnp.dtype(result or compute).name, self.numbers.reduce, by_token)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """Return the placement of a whole array of parameters."""

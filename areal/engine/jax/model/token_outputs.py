@@ -84,9 +84,9 @@ def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Str
 
 
 def _head(spec: ModelSpec, params: Params) -> tuple[Array, WeightUse]:
-    """Return the head's weight and its use."""
-    weight = params[spec.arch.head]
-    return weight, spec.use(spec.arch.head, weight.shape, spec.numbers.stats if spec.fp32_head else None)
+    """Return the head's weight and its use. Logits are not rounded."""
+    weight, stats = params[spec.arch.head], spec.numbers.stats
+    return weight, spec.use(spec.arch.head, weight.shape, stats if spec.fp32_head else None, stats)
 
 
 def _logits(
@@ -95,9 +95,8 @@ def _logits(
     """Return the logits after temperature, in the dtype of the outputs, from the products with the head's weight."""
     stats = spec.numbers.stats
     # With tied embeddings, too, an adapter of the head is not one of the embedding.
-    factors = spec.use_of_factors(stats if spec.fp32_head else None)
-    logits = add_adapters(products, hidden, params, _HEAD, slots, factors)
-    return logits.astype(stats) / temperature[..., None]
+    factors = spec.use_of_factors(stats if spec.fp32_head else None, stats)
+    return add_adapters(products, hidden, params, _HEAD, slots, factors) / temperature[..., None]
 
 
 def _of_head(
