@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from areal.api.weights import LocalTensor
-from areal.inference.http.group.reshard_plan import join_boxes
+from areal.inference.http.group.boxes import join_boxes
 from areal.weight_sync.chain import box_numbers
 
 

@@ -19,27 +19,29 @@ class Invitation:
 
     Attributes:
         key: key of the group.
-        size: number of members: the ranks of the trainer, then the workers.
+        senders: ranks of the trainer that are members, in their order in the group. The workers follow.
+        size: number of members.
         mesh: the workers: replicas of the model, and workers of each.
         rows: number of tensors, whose places the first worker tells.
     """
 
     key: str
+    senders: tuple[int, ...]
     size: int
     mesh: Mesh
     rows: int
 
 
 class Links:
-    """This rank's ends of the groups, one per server. Implements :class:`~areal.inference.http.group.carrier.Meeting`.
+    """This rank's ends of the groups, one per server to which it sends. Implements :class:`~areal.inference.http.group.carrier.Meeting`.
 
     Args:
         carrier: carrier of this rank.
-        rank, ranks: rank of this process in the trainer, and number of its ranks.
+        rank: rank of this process in the trainer.
     """
 
-    def __init__(self, carrier: ReshardCarrier, rank: int, ranks: int) -> None:
-        self._carrier, self._rank, self._ranks = carrier, rank, ranks
+    def __init__(self, carrier: ReshardCarrier, rank: int) -> None:
+        self._carrier, self._rank = carrier, rank
         self._invitations: list[Invitation] = []
         self._links: list[Link] = []
         self._placements: list[list[Placements]] = []
@@ -51,17 +53,17 @@ class Links:
         return {"nccl_unique_id_b64": self._carrier.new_key()}
 
     def accept(self, invitations: Sequence[Invitation]) -> None:
-        """Leave the groups, and join others in :meth:`join`."""
+        """Leave the groups, and join others in :meth:`join`: those of which this rank is a member."""
         self.abort()
-        self._invitations = list(invitations)
+        self._invitations = [each for each in invitations if self._rank in each.senders]
 
     def join(self, seconds: float) -> None:
         left, made, placements = self._left, list[Link](), list[list[Placements]]()
         try:
             for each in self._invitations:
-                made.append(self._carrier.join(each.key, self._rank, each.size, seconds))
+                made.append(self._carrier.join(each.key, each.senders.index(self._rank), each.size, seconds))
                 # A number below -1 stands for a worker that takes the whole tensor.
-                table = made[-1].receive(self._ranks, each.rows, seconds)
+                table = made[-1].receive(len(each.senders), each.rows, seconds)
                 placements.append([None if min(row) < -1 else (row[0], row[1]) for row in table])
             with self._lock:
                 if self._left != left:
@@ -72,10 +74,10 @@ class Links:
             raise
 
     def send(self, index: int, shard: Tensor, mesh: Mesh, placements: Placements) -> None:
-        """Send the shard of a tensor to all servers. Does not wait."""
+        """Send the shard of a tensor to the servers of this rank. Does not wait."""
         source, self._busy = side(mesh, 0, placements), True
         for link, each, targets in zip(self._links, self._invitations, self._placements, strict=True):
-            link.reshard(shard, source, side(each.mesh, self._ranks, targets[index]))
+            link.reshard(shard, source, side(each.mesh, len(each.senders), targets[index]))
 
     def wait(self, seconds: float) -> None:
         """Wait until everything is sent."""

@@ -1,24 +1,25 @@
-"""Which shard of each tensor a trainer rank sends, in the terms of NCCL's resharding: a mesh of the ranks, and a placement per tensor."""
+"""Which blocks of each tensor the trainer ranks send, in the terms of NCCL's resharding, and which parts they exchange before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 import torch
 
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.inference.http.group.boxes import Numbers, block_of, count_elements, join_boxes, overlap
+from areal.utils.tensor_blocks import MOST_SHARDS, block_bytes, block_numbers
 
 REPLICATE = -1
 """Placement on an axis of the mesh over which every rank has the same."""
-MOST_SHARDS = 16
-"""Maximum number of shards that NCCL's resharding joins into one full tensor (``MAX_SOURCES`` in its sources)."""
 MOST_DIMENSIONS = 3
+_MOST_ORDERS = 4
 
-Numbers = tuple[tuple[int, int, int], ...]
-"""Start, stop and step of a part in each dimension."""
 Mesh = tuple[int, int]
 """Sizes of the two axes of a mesh of ranks, of which the second one counts first."""
 Placements = tuple[int, int] | None
@@ -34,17 +35,66 @@ class HeldPart(NamedTuple):
     box: Numbers
 
 
+class Piece(NamedTuple):
+    """Elements of the block of a rank.
+
+    Attributes:
+        source: rank that has them.
+        target: rank that sends the block.
+        part: box of the source in which they are.
+        box: box of the elements.
+    """
+
+    source: int
+    target: int
+    part: Numbers
+    box: Numbers
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the ranks assemble the blocks of a tensor.
+
+    Attributes:
+        blocks: block of each rank that sends one.
+        pieces: pieces of each block, by the rank that sends the block. Pieces that a rank has itself are included.
+        sent: pieces for the blocks of others, by the rank that has them.
+    """
+
+    blocks: Mapping[int, Numbers]
+    pieces: Mapping[int, Sequence[Piece]]
+    sent: Mapping[int, Sequence[Piece]]
+
+    @cached_property
+    def elements(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Number of elements that each rank sends to other ranks, and that it receives from them."""
+        sent = {rank: sum(count_elements(each.box) for each in pieces) for rank, pieces in self.sent.items()}
+        received = {
+            rank: sum(count_elements(each.box) for each in pieces if each.source != rank)
+            for rank, pieces in self.pieces.items()
+        }
+        return sent, received
+
+
 @dataclass(frozen=True)
 class PlannedTensor(TensorSpec):
     """One full tensor of an update.
 
     Attributes:
-        placements: of what the ranks send.
-        parts: parts that ranks exchange before, as pairs of a rank and the box that it has; empty if each has what it sends.
+        placements: of the blocks over the ranks that send to one server.
+        exchange: how the ranks assemble the blocks.
     """
 
     placements: Placements
-    parts: tuple[tuple[int, Numbers], ...] = ()
+    exchange: Exchange = field(repr=False)
+
+
+class RankTraffic(NamedTuple):
+    """Bytes of one rank in an update: sent to servers, sent to other ranks of the trainer, and received from them."""
+
+    to_servers: int
+    to_ranks: int
+    from_ranks: int
 
 
 @dataclass(frozen=True)
@@ -52,12 +102,21 @@ class ReshardPlan:
     """The tensors of an update in the order in which all ranks send them.
 
     Attributes:
-        mesh: the ranks of the trainer.
+        ranks: number of ranks of the trainer.
+        servers: number of servers for which the plan was made.
+        groups: for each block of a tensor the ranks that assemble it. Server ``i`` gets it from rank ``i`` of them, modulo their number.
         tensors: the tensors.
     """
 
-    mesh: Mesh
+    ranks: int
+    servers: int
+    groups: tuple[tuple[int, ...], ...]
     tensors: tuple[PlannedTensor, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that send to one server."""
+        return len(self.groups), 1
 
     @property
     def nbytes(self) -> int:
@@ -65,152 +124,193 @@ class ReshardPlan:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def cost(self) -> float:
-        """Bytes that a rank sends at most: of its shards, if none of its replicas helps, and of the parts that ranks exchange."""
-        ranks = self.mesh[0] * self.mesh[1]
-        return sum(
-            each.nbytes * (1 / self._shards(each.placements) + (1 - 1 / ranks if each.parts else 0))
-            for each in self.tensors
-        )
+    def exchanges(self) -> bool:
+        """True if ranks exchange parts."""
+        return any(each.exchange.sent for each in self.tensors)
 
-    def _shards(self, placements: Placements) -> int:
-        divided = zip(self.mesh, placements or (REPLICATE, REPLICATE), strict=True)
-        return max((size for size, dimension in divided if dimension != REPLICATE), default=1)
+    @property
+    def cost(self) -> int:
+        """Most bytes that a rank sends and receives."""
+        return max(map(sum, self.traffic()))
 
-    def rows(self, placements: Placements, shape: Sequence[int], rank: int) -> slice:
-        """Return the first dimension of what a rank sends of a full tensor, which is placed by rows or replicated."""
-        start, stop, _ = box_of(shape, self.mesh, placements, rank)[0]
-        return slice(start, stop)
+    def senders(self, server: int) -> tuple[int, ...]:
+        """Return the ranks that send to a server, in the order of their blocks."""
+        return tuple(group[server % len(group)] for group in self.groups)
+
+    def traffic(self) -> list[RankTraffic]:
+        """Return the bytes of each rank. A server's workers pass on to each other what several of them need."""
+        times = Counter(rank for server in range(self.servers) for rank in self.senders(server))
+        totals = [[0, 0, 0] for _ in range(self.ranks)]
+        sizes: Counter[int] = Counter()
+        for each in self.tensors:
+            sizes[id(each.exchange)] += each.dtype.itemsize
+        for exchange in {id(each.exchange): each.exchange for each in self.tensors}.values():
+            size = sizes[id(exchange)]
+            for rank, block in exchange.blocks.items():
+                totals[rank][0] += count_elements(block) * size * times[rank]
+            for column, elements in enumerate(exchange.elements, 1):
+                for rank, number in elements.items():
+                    totals[rank][column] += number * size
+        return [RankTraffic(*each) for each in totals]
 
 
-def plan_resharding(held: Sequence[Sequence[HeldPart]]) -> ReshardPlan:
+def plan_resharding(held: Sequence[Sequence[HeldPart]], servers: int = 1) -> ReshardPlan:
     """Return the plan for what each rank has, the same on every rank that has the same ``held``.
 
-    A tensor that is divided evenly along one axis of the mesh, by at most 16 ranks, is sent as it lies. Of every other one the ranks exchange
-    the parts and send rows of the full tensor. Of all meshes the one is taken that costs a rank the fewest bytes.
+    A tensor is sent in equal blocks along one dimension, each by another rank. A rank that has its block sends it as it lies; others
+    receive the pieces that they miss. If there are more ranks than blocks, neighbouring ranks have the same block, and send to different
+    servers. Of all numbers and orders of blocks those are taken with which a rank sends and receives the fewest bytes.
 
     Args:
         held: parts of each rank, by rank.
+        servers: number of servers.
 
     Raises:
         ValueError: a tensor has no dimension or more than three, or a part of it is nowhere.
     """
     tensors = _by_name(held)
     ranks = len(held)
-    meshes = [(ranks // inner, inner) for inner in range(1, ranks + 1) if ranks % inner == 0]
+    candidates = [
+        _Candidate(tensors, _groups(order, number, servers), servers)
+        for number in block_numbers(ranks, MOST_SHARDS)
+        for order in _orders(tensors, ranks)
+    ]
+    best: ReshardPlan | None = None
+    # The size of the blocks is a lower bound of the cost.
+    for candidate in sorted(candidates, key=lambda each: each.least):
+        if best is not None and candidate.least >= best.cost:
+            break
+        plan = candidate.plan(ranks)
+        best = plan if best is None or plan.cost < best.cost else best
+    if best is None:
+        raise ValueError("no rank has a tensor")
+    return best
 
-    plans = [ReshardPlan(mesh, tuple(each.planned(mesh) for each in tensors)) for mesh in meshes]
-    return min(plans, key=lambda plan: plan.cost)
 
+class _Layout:
+    """Boxes of a tensor on each rank. Tensors of many layers have the same."""
 
-class _Spread:
-    """One tensor, and the parts of it on each rank."""
-
-    def __init__(self, part: HeldPart, ranks: int) -> None:
-        self.name, self.dtype, self.shape = part.name, part.dtype, part.shape
-        self.boxes: list[list[Numbers]] = [[] for _ in range(ranks)]
-
-    def placed(self, mesh: Mesh) -> Placements:
-        """Return the placements of what the ranks have; ``None`` if it is not divided along one axis."""
-        for axis, size in enumerate(mesh):
-            for dimension, length in enumerate(self.shape):
-                placements = _along(axis, dimension)
-                if 1 < size <= MOST_SHARDS and length % size == 0 and self._lies(mesh, placements):
-                    return placements
-        return None
-
-    def planned(self, mesh: Mesh) -> PlannedTensor:
-        if (direct := self.placed(mesh)) is not None:
-            return PlannedTensor(self.name, self.dtype, self.shape, direct)
-        axis = _row_axis(mesh)
-        divides = 1 < mesh[axis] <= MOST_SHARDS and self.shape[0] % mesh[axis] == 0
-        placements = _along(axis, 0) if divides else None
-        # Whoever has all of it sends rows of it, and nothing is exchanged.
-        parts = () if self._lies(mesh, None) else tuple(self._parts())
-        return PlannedTensor(self.name, self.dtype, self.shape, placements, parts)
-
-    def _lies(self, mesh: Mesh, placements: Placements) -> bool:
-        """Return whether each rank has exactly its part."""
-        return all(own == [box_of(self.shape, mesh, placements, rank)] for rank, own in enumerate(self.boxes))
-
-    def _parts(self) -> Iterable[tuple[int, Numbers]]:
-        """Return each part with the first rank that has it."""
-        first: dict[Numbers, int] = {}
-        for rank, own in enumerate(self.boxes):
+    def __init__(self, shape: tuple[int, ...], boxes: Sequence[Sequence[Numbers]]) -> None:
+        self.shape, self.boxes = shape, boxes
+        self.holders: dict[Numbers, list[int]] = {}
+        for rank, own in enumerate(boxes):
             for box in own:
-                first.setdefault(box, rank)
-        have = sum(prod(len(range(*numbers)) for numbers in box) for box in first)
-        if have != prod(self.shape):
-            raise ValueError(
-                f"{self.name}: the ranks have {have} of {prod(self.shape)} elements in {len(first)} different parts"
-            )
-        return ((rank, box) for box, rank in first.items())
+                self.holders.setdefault(box, []).append(rank)
+        self.elements = sum(map(count_elements, self.holders))
+        whole = block_of(shape, 1, None, 0)
+        self._divided = [any(box[d] != whole[d] for box in self.holders) for d in range(len(shape))]
+
+    @cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """The ranks in the order of their boxes; ``None`` if all have the same."""
+        if len(self.holders) == 1 and len(next(iter(self.holders.values()))) == len(self.boxes):
+            return None
+        return tuple(sorted(range(len(self.boxes)), key=lambda rank: (not self.boxes[rank], self.boxes[rank], rank)))
+
+    def dimensions(self, blocks: int) -> list[int | None]:
+        """Return the dimensions along which equal blocks may be sent, those along which ranks have parts if possible."""
+        even = [d for d, length in enumerate(self.shape) if length and length % blocks == 0]
+        divided = [d for d in even if self._divided[d]]
+        return [*(divided or even[:1])] or [None]
+
+    def exchange(self, groups: Sequence[Sequence[int]], dimension: int | None) -> Exchange:
+        """Return how ranks assemble the blocks along a dimension."""
+        blocks: dict[int, Numbers] = {}
+        pieces: dict[int, list[Piece]] = {}
+        sent: dict[int, list[Piece]] = defaultdict(list)
+        load: Counter[int] = Counter()
+        for index, group in enumerate(groups):
+            block = block_of(self.shape, len(groups), dimension, index)
+            parts = [(part, box) for part in self.holders if (box := overlap(part, block)) is not None]
+            for rank in group:
+                blocks[rank], pieces[rank] = block, []
+                for part, box in parts:
+                    if part in self.boxes[rank]:
+                        source = rank
+                    else:
+                        source = min(self.holders[part], key=lambda each: (load[each], abs(each - rank)))
+                        load[source] += count_elements(box)
+                        sent[source].append(Piece(source, rank, part, box))
+                    pieces[rank].append(Piece(source, rank, part, box))
+        return Exchange(blocks, pieces, dict(sent))
 
 
-def box_of(shape: Sequence[int], mesh: Mesh, placements: Placements, rank: int) -> Numbers:
-    """Return the part of a tensor that a placement gives a rank."""
-    box = [(0, length, 1) for length in shape]
-    for axis, dimension in enumerate(placements or ()):
-        if dimension != REPLICATE:
-            length = shape[dimension] // mesh[axis]
-            index = divmod(rank, mesh[1])[axis]
-            box[dimension] = (index * length, (index + 1) * length, 1)
-    return tuple(box)
+class _Spread(NamedTuple):
+    """One tensor, and its layout."""
+
+    name: str
+    dtype: torch.dtype
+    layout: _Layout
 
 
-def _along(axis: int, dimension: int) -> tuple[int, int]:
-    return (dimension, REPLICATE) if axis == 0 else (REPLICATE, dimension)
+class _Candidate:
+    """A number and an order of blocks.
+
+    Attributes:
+        least: bytes that the rank with the most servers sends, without what ranks exchange.
+    """
+
+    def __init__(self, tensors: Sequence[_Spread], groups: tuple[tuple[int, ...], ...], servers: int) -> None:
+        self._tensors, self._groups, self._servers = tensors, groups, servers
+        sizes = [(each.layout.shape, each.dtype.itemsize) for each in tensors]
+        self.least = max(-(-servers // len(group)) for group in groups) * block_bytes(sizes, len(groups))
+
+    def _dimensions(self, tensor: _Spread) -> list[int | None]:
+        return tensor.layout.dimensions(len(self._groups))
+
+    def plan(self, ranks: int) -> ReshardPlan:
+        best: dict[int, tuple[Placements, Exchange]] = {}
+        planned = []
+        for each in self._tensors:
+            if id(each.layout) not in best:
+                choices = [(d, each.layout.exchange(self._groups, d)) for d in self._dimensions(each)]
+                dimension, exchange = min(choices, key=lambda choice: sum(choice[1].elements[1].values()))
+                placements = None if dimension is None else (dimension, REPLICATE)
+                best[id(each.layout)] = (placements if len(self._groups) > 1 else None, exchange)
+            planned.append(PlannedTensor(each.name, each.dtype, each.layout.shape, *best[id(each.layout)]))
+        return ReshardPlan(ranks, self._servers, self._groups, tuple(planned))
 
 
-def _row_axis(mesh: Mesh) -> int:
-    """Return the axis that divides rows: the longer one that is not too long."""
-    return max((0, 1), key=lambda axis: mesh[axis] if mesh[axis] <= MOST_SHARDS else 0)
+def _groups(order: Sequence[int], blocks: int, servers: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each block: neighbours in an order, of which at most one for each server is needed."""
+    groups: list[list[int]] = [[] for _ in range(blocks)]
+    for index, rank in enumerate(order):
+        groups[index * blocks // len(order)].append(rank)
+    return tuple(tuple(group[: max(1, servers)]) for group in groups)
+
+
+def _orders(tensors: Sequence[_Spread], ranks: int) -> list[tuple[int, ...]]:
+    """Return orders of the ranks: their own, and those in which they have the parts of the most bytes."""
+    orders: Counter[tuple[int, ...]] = Counter()
+    for each in tensors:
+        if (order := each.layout.order) is not None:
+            orders[order] += prod(each.layout.shape) * each.dtype.itemsize
+    return list(dict.fromkeys([tuple(range(ranks)), *(order for order, _ in orders.most_common(_MOST_ORDERS - 1))]))
 
 
 def _by_name(held: Sequence[Sequence[HeldPart]]) -> list[_Spread]:
     """Return the tensors in the order of the first rank, then of those that the next one adds."""
-    tensors: dict[str, _Spread] = {}
+    first: dict[str, HeldPart] = {}
+    boxes: dict[str, list[list[Numbers]]] = {}
     for rank, parts in enumerate(held):
         for part in parts:
             if not 1 <= len(part.shape) <= MOST_DIMENSIONS:
                 raise ValueError(
                     f"{part.name} has {len(part.shape)} dimensions: NCCL's resharding takes 1 to {MOST_DIMENSIONS}; pass another carrier"
                 )
-            tensors.setdefault(part.name, _Spread(part, len(held))).boxes[rank].append(part.box)
-    for each in tensors.values():
-        joined = [join_boxes(own) for own in each.boxes]
-        each.boxes = [own if one is None else [one.box] for own, one in zip(each.boxes, joined, strict=True)]
-    return list(tensors.values())
-
-
-class Joined(NamedTuple):
-    """Parts that follow each other along one dimension.
-
-    Attributes:
-        box: what they are together.
-        dimension: the dimension.
-        order: their indices, from the first to the last.
-    """
-
-    box: Numbers
-    dimension: int
-    order: list[int]
-
-
-def join_boxes(boxes: Sequence[Numbers]) -> Joined | None:
-    """Return the parts of a tensor as one, such as the rows of neighbouring heads; ``None`` if they leave gaps."""
-    if not boxes:
-        return None
-    order = sorted(range(len(boxes)), key=boxes.__getitem__)
-    first, last = boxes[order[0]], boxes[order[-1]]
-    dimension = next((d for d, numbers in enumerate(first) if numbers != last[d]), 0)
-    box = [*first[:dimension], (first[dimension][0], last[dimension][1], first[dimension][2]), *first[dimension + 1 :]]
-    stop = first[dimension][0]
-    for index in order:
-        numbers = boxes[index]
-        start, _, step = numbers[dimension]
-        others = [pair for d, pair in enumerate(zip(numbers, first, strict=True)) if d != dimension]
-        if (start, step) != (stop, first[dimension][2]) or any(own != expected for own, expected in others):
-            return None
-        stop = start + len(range(*numbers[dimension])) * step
-    return Joined(tuple(box), dimension, order)
+            first.setdefault(part.name, part)
+            if part.name not in boxes:
+                boxes[part.name] = [[] for _ in held]
+            boxes[part.name][rank].append(part.box)
+    layouts: dict[tuple[object, ...], _Layout] = {}
+    tensors = []
+    for name, part in first.items():
+        joined = tuple(tuple(own if (one := join_boxes(own)) is None else [one.box]) for own in boxes[name])
+        layout = layouts.get(key := (part.shape, joined)) or _Layout(part.shape, joined)
+        layouts[key] = layout
+        if layout.elements != prod(part.shape):
+            raise ValueError(
+                f"{name}: the ranks have {layout.elements} of {prod(part.shape)} elements in {len(layout.holders)} different parts"
+            )
+        tensors.append(_Spread(name, part.dtype, layout))
+    return tensors

@@ -13,7 +13,7 @@ from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 
 
 class ReshardSender(GroupSender):
-    """Makes a group of all ranks of the trainer with the workers of each server.
+    """Makes a group for each server: of the ranks of the trainer that send to it, and of its workers.
 
     Args:
         servers, timeout: as in :class:`~areal.inference.http.group.sender.GroupSender`.
@@ -29,6 +29,11 @@ class ReshardSender(GroupSender):
         self._waiting: list[str] = []
         self._calls: dict[str, HTTPCall[ReplyBody]] = {}
         self._sizes: dict[str, int] = {}
+
+    @property
+    def servers(self) -> int:
+        """Number of servers of the next update."""
+        return len(self._waiting or self._joined)
 
     def _join(self, members: Sequence[str]) -> None:
         self._waiting = list(members)
@@ -46,12 +51,13 @@ class ReshardSender(GroupSender):
         self._sizes = self._count(self._routes.workers)
         replicas = self._count(self._shards.workers_of_replica)
         invitations = []
-        for url, workers in self._sizes.items():
-            mesh, size = (workers // replicas[url], replicas[url]), self._ranks + workers
+        for server, (url, workers) in enumerate(self._sizes.items()):
+            senders = plan.senders(server)
+            mesh, size = (workers // replicas[url], replicas[url]), len(senders) + workers
             where = self._links.open(size)
-            invitations.append(Invitation(where["nccl_unique_id_b64"], size, mesh, len(plan.tensors)))
+            invitations.append(Invitation(where["nccl_unique_id_b64"], senders, size, mesh, len(plan.tensors)))
             shards = SentShards(plan.mesh, mesh, plan.tensors, [each.placements for each in plan.tensors])
-            self._calls[url] = self._shards.join_shards(where, self._ranks, size, shards)
+            self._calls[url] = self._shards.join_shards(where, len(senders), size, shards)
         return invitations
 
     def _count(self, call: HTTPCall[ReplyBody]) -> dict[str, int]:

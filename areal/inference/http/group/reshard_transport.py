@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.control import Control
-from areal.api.weights import LocalTensor, SelectName, WeightUpdateMeta
+from areal.api.weights import SelectName, WeightUpdateMeta
 from areal.inference.http.group.chunk import CHUNK_BYTES
 from areal.inference.http.group.held_tensors import HeldTensors
 from areal.inference.http.group.reshard_carrier import ReshardCarrier
+from areal.inference.http.group.reshard_exchange import assemble_block
 from areal.inference.http.group.reshard_links import Invitation, Links
 from areal.inference.http.group.reshard_plan import (
     HeldPart,
     Mesh,
     Placements,
-    PlannedTensor,
     ReshardPlan,
     plan_resharding,
 )
@@ -37,7 +37,7 @@ _BYTES_PER_LIMIT = 4 * 2**30
 
 
 class ReshardTransport(Transport):
-    """Each rank sends its shards of all tensors, once to every server.
+    """Each rank sends its blocks of all tensors, to every server or, if there are more than 16 ranks, to some of them.
 
     Args:
         control: control plane over all ranks of the trainer.
@@ -61,7 +61,7 @@ class ReshardTransport(Transport):
         timeout: float = 60.0,
     ) -> None:
         self._carrier, self._device, self._timeout = carrier, carrier.device, timeout
-        self._links = Links(carrier, control.rank, control.size)
+        self._links = Links(carrier, control.rank)
         self._group: ReshardSender | None = None
         if servers is not None:
             self._group = ReshardSender(servers, routes, self._links, control.size, timeout=timeout)
@@ -92,10 +92,12 @@ class ReshardTransport(Transport):
     # ---- collective
 
     def _make_plan(self, source: Any, note: str) -> ReshardPlan:
-        """Return the plan for a source. Collective for a source that was not sent before."""
-        if self._source is not source or self._plan is None:
+        """Return the plan for a source and the number of servers. Collective."""
+        counts = self._control.attempt_and_gather(lambda: 0 if self._group is None else self._group.servers, note)
+        servers = max(1, *counts)
+        if self._source is not source or self._plan is None or self._plan.servers != servers:
             held = self._control.attempt_and_gather(lambda: self._held(source), note)
-            self._plan, self._source = plan_resharding(held), source
+            self._plan, self._source = plan_resharding(held, servers), source
             self._counts = Counter(part.name for part in held[self._control.rank])
         return self._plan
 
@@ -134,49 +136,29 @@ class ReshardTransport(Transport):
             self._group.announce(plan, self._seconds(plan))
 
     def _send(self, parts: HeldTensors, plan: ReshardPlan) -> None:
-        """Send the shards of this rank. After an error it goes on to exchange parts, for which the other ranks wait."""
+        """Send the blocks of this rank. After an error it goes on to exchange parts, for which the other ranks wait."""
         failure: Exception | None = None
         sending = Sending(self._links, self._seconds(plan))
         try:
+            if plan.exchanges:
+                # NCCL's communicator of all ranks must exist before some of them use it.
+                dist.all_reduce(torch.zeros(1, device=self._device))
             for index, tensor in enumerate(plan.tensors):
-                if failure is not None and not tensor.parts:
+                if failure is not None and not tensor.exchange.sent:
                     continue
-                shard = self._shard(parts, tensor, plan)
-                if failure is None:
-                    failure = sending.attempt(partial(sending.send, index, shard, plan.mesh, tensor.placements))
+                block = assemble_block(parts.take(tensor.name), tensor, self._control.rank, self._device)
+                if failure is None and block is not None:
+                    failure = sending.attempt(partial(sending.send, index, block, plan.mesh, tensor.placements))
             failure = failure or sending.attempt(sending.wait)
+            if failure is None and self._group is not None and plan.ranks > len(plan.groups):
+                # Other ranks may wait for a server to which this one does not send, and only this rank knows its error.
+                self._group.end_round()
         finally:
             sending.end()
         if failure is not None:
             if self._group is not None:
                 self._group.raise_error(failure)
             raise failure
-
-    def _shard(self, parts: HeldTensors, tensor: PlannedTensor, plan: ReshardPlan) -> Tensor:
-        """Return what this rank sends of a tensor. Collective if the ranks exchange parts of it."""
-        own = parts.take(tensor.name)
-        if tensor.parts:
-            values = self._exchanged(own, tensor)
-        else:
-            values = own[0].tensor.detach().to(self._device, tensor.dtype)
-            if box_numbers(own[0].box) != tuple((0, length, 1) for length in tensor.shape):
-                return values.contiguous()
-        rows = values[plan.rows(tensor.placements, tensor.shape, self._control.rank)]
-        # A part of what was exchanged must not keep all of it.
-        return rows.clone() if tensor.parts else rows.contiguous()
-
-    def _exchanged(self, own: Sequence[LocalTensor], tensor: PlannedTensor) -> Tensor:
-        """Return the full tensor, of which each part is broadcast by a rank that has it."""
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        mine = {box_numbers(each.box): each.tensor for each in own}
-        for rank, box in tensor.parts:
-            place = full[tuple(slice(*numbers) for numbers in box)]
-            part = torch.empty_like(place, memory_format=torch.contiguous_format)
-            if rank == self._control.rank:
-                part.copy_(mine[box].detach())
-            dist.broadcast(part, rank)
-            place.copy_(part)
-        return full
 
     def _end(self) -> None:
         if self._group is not None:

@@ -97,10 +97,10 @@ class SentShards:
     """What the ranks of a trainer send to the workers of one server.
 
     Attributes:
-        mesh: sizes of the axes of the trainer's ranks.
+        mesh: sizes of the axes of the trainer's ranks that send to it.
         workers: number of replicas of the server's model, and of workers of each.
         specs: the full tensors, in the order in which they are sent.
-        placements: of each tensor over the mesh; ``None`` if every rank has all of it.
+        placements: of each tensor over the mesh; ``None`` if each of these ranks sends all of it.
     """
 
     mesh: tuple[int, int]
@@ -118,7 +118,7 @@ class ShardRoutes(GroupRoutes, Protocol):
         """Request for the number of workers that have one copy of the model, which :meth:`read_workers` reads."""
 
     def join_shards(self, where: Mapping[str, Any], offset: int, size: int, plan: SentShards) -> HTTPCall[ReplyBody]:
-        """Return the request to join a group of all ranks of the trainer. Arguments as of :meth:`join`, and what the ranks send."""
+        """Return the request to join a group with ranks of the trainer. Arguments as of :meth:`join`, and what the ranks send."""
 
     def receive(self, names: Sequence[str]) -> HTTPCall[ReplyBody]:
         """Return the request to receive tensors in this order. It returns when they are loaded."""

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.inference.http import VLLM
+from areal.inference.http.group import reshard_plan
+from areal.inference.http.group.reshard_plan import RankTraffic
 from areal.tests.dist.parallel.collective_bytes import Traffic
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import promptly
@@ -77,22 +80,88 @@ def test_every_worker_has_its_part_after_each_update(backend: str) -> None:
         assert all(any(each and each[1] == 1 for each in server.workers[0].taken) for server in servers[1:])
 
 
+class Messages(TorchDispatchMode):
+    """Counts the bytes that this rank sends to other ranks of the trainer, that it receives from them, and of other collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = self.received = 0
+        self.collectives = Traffic()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "c10d::send":
+            self.sent += sum(x.nbytes for x in args[0])
+        if func.name() == "c10d::recv_":
+            self.received += sum(x.nbytes for x in args[0])
+        return self.collectives.__torch_dispatch__(func, types, args, kwargs)
+
+
 @pytest.mark.parametrize("backend", chosen(*DIRECT, *EXCHANGED))
 def test_each_rank_sends_its_share(backend: str) -> None:
-    """At most 1.2 times the model's bytes over the number of ranks, and nothing is gathered where a tensor is divided evenly."""
+    """To each of two servers the model's bytes over the number of ranks; what ranks exchange is less, and nothing without need."""
     path = model_dir("qwen3_moe" if "e2" in backend else "qwen3")
     with started(backend, path=path) as engine:
         model = sum(x.nbytes for x in weights_of(engine).values())
-        with serving(engine, [(1, 1)]) as (sending, _, carrier):
-            with Traffic() as traffic:
+        with serving(engine, [(1, 1), (1, 1)]) as (sending, _, carrier):
+            with Messages() as messages:
                 sending.send(engine, 1)
-            sent = engine.control.gather((carrier.sent_bytes, traffic.nbytes))  # type: ignore[attr-defined]
+            rank = RankTraffic(carrier.sent_bytes, messages.sent, messages.received)
+            ranks = engine.control.gather((rank, messages.collectives.nbytes))  # type: ignore[attr-defined]
     share = model / world().size
-    record("bytes that a rank sends as shards, of the model's bytes over the ranks", backend, sent=max(sent)[0] / share)
-    assert sum(own for own, _ in sent) == model
-    assert max(own for own, _ in sent) <= 1.2 * share
+    most = RankTraffic(*(max(each[column] for each, _ in ranks) for column in range(3)))
+    record(
+        "bytes of a rank for two servers, of the model's bytes over the ranks",
+        backend,
+        **{name: f"{number / share:.2f}" for name, number in most._asdict().items()},
+    )
+    assert sum(each.to_servers for each, _ in ranks) == 2 * model
+    assert most.to_servers <= 2 * 1.2 * share
+    assert sum(each.to_ranks for each, _ in ranks) == sum(each.from_ranks for each, _ in ranks)
+    assert most.from_ranks <= share
+    assert all(nbytes == 0 for _, nbytes in ranks)
     # JAX tells what all of its ranks have on the first one only, such as the norms of heads.
-    assert backend not in DIRECT or max(exchanged for _, exchanged in sent) <= ("jax" in backend) * 0.02 * model
+    assert backend not in DIRECT or most.to_ranks <= ("jax" in backend) * 0.02 * model
+
+
+@pytest.mark.parametrize("backend", chosen("fsdp:d4", "fsdp:d2t2", "fsdp:p2t2"))
+def test_more_ranks_than_blocks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks, of four ranks: neighbours assemble the same one, and send it to different servers."""
+    monkeypatch.setattr(reshard_plan, "MOST_SHARDS", 2)
+    with started(backend) as engine:
+        model = sum(x.nbytes for x in weights_of(engine).values())
+        with serving(engine, [(1, 1), (2, 1), (1, 1)]) as (sending, servers, carrier):
+            for version in (1, 2):
+                engine.train_batch(local_batch(engine, global_batch()), loss)
+                expected = weights_of(engine)
+                before = carrier.sent_bytes
+                with Messages() as messages:
+                    sending.send(engine, version)
+                for server in servers:
+                    assert_received(server, expected, version)
+            rank = (carrier.sent_bytes - before, messages.received, len(carrier.links))
+            ranks = engine.control.gather(rank)  # type: ignore[attr-defined]
+    # The first of two neighbours has the first and the last server.
+    assert sorted(links for _, _, links in ranks) == [1, 1, 2, 2]
+    assert max(sent for sent, _, _ in ranks) <= 2 * 1.2 * model / 2
+    assert max(received for _, received, _ in ranks) <= model / 2
+
+
+@pytest.mark.parametrize("backend", chosen("fsdp:d4"))
+def test_error_of_a_server_of_another_rank_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that knows the error does not send to this server."""
+    monkeypatch.setattr(reshard_plan, "MOST_SHARDS", 2)
+    with started(backend) as engine, serving(engine, [(1, 1), (1, 1)], timeout=5.0) as (sending, servers, _):
+        missing = "model.layers.1.mlp.down_proj.weight"
+        for server in servers[1:]:
+            server.workers[0].known.remove(missing)
+        with promptly(), pytest.raises(RuntimeError, match=rf"no module or parameter named '{missing}'"):
+            sending.send(engine, 1)
+        for server in servers[1:]:
+            server.workers[0].known.add(missing)
+        expected = weights_of(engine)
+        sending.send(engine, 2)
+        for server in servers:
+            assert_received(server, expected, 2)
 
 
 class Seen:

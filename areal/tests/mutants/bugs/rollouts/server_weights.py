@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from areal.engine.checkpoint.atomic_dir import prune
@@ -44,13 +43,16 @@ PLAN = "unit/inference/group/test_reshard_plan.py::test_{}"
 SHARDS = "dist/weights/test_shards_to_servers.py::test_{}"
 
 
-@mutant("areal.inference.http.group.reshard_plan:ReshardPlan.rows", PLAN.format("everything_is_sent[*4*]"))
-def every_rank_sends_all_rows(right: Function) -> Function:
-    """Each rank sends the whole of a tensor that all have, and not its rows."""
-    return lambda self, placements, shape, rank: slice(0, shape[0])
+@mutant(
+    "areal.inference.http.group.reshard_plan:ReshardPlan.senders",
+    PLAN.format("more_ranks_than_blocks[64-4]"),
+)
+def first_neighbour_sends_to_all_servers(right: Function) -> Function:
+    """Of the ranks with the same block, the first one sends it to every server."""
+    return lambda self, server: right(self, 0)
 
 
-@mutant("areal.inference.http.group.reshard_plan:join_boxes", PLAN.format("neighbouring_parts_of_a_rank_are_one"))
+@mutant("areal.inference.http.group.boxes:join_boxes", PLAN.format("neighbouring_parts_of_a_rank_are_one"))
 def gaps_between_parts_joined(right: Function) -> Function:
     """Parts of a rank count as one although others lie between them."""
 
@@ -64,14 +66,12 @@ def gaps_between_parts_joined(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.group.reshard_plan:box_of",
-    PLAN.format("shards_with_replicas_are_sent_as_they_lie"),
+    "areal.inference.http.group.reshard_plan:_orders",
+    PLAN.format("blocks_are_in_the_order_of_the_ranks_shards"),
 )
-def replicas_counted_in_the_other_order(right: Function) -> Function:
-    """Ranks of a mesh are counted along its first axis first."""
-    return lambda shape, mesh, placements, rank: right(
-        shape, mesh, placements, rank % mesh[0] * mesh[1] + rank // mesh[0]
-    )
+def blocks_in_the_order_of_the_ranks(right: Function) -> Function:
+    """The first rank sends the first block, whatever the ranks have."""
+    return lambda tensors, ranks: [tuple(range(ranks))]
 
 
 @mutant(
@@ -84,17 +84,12 @@ def plan_of_the_first_source_kept(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.group.reshard_plan:_Spread.planned",
-    SHARDS.format("each_rank_sends_its_share[megatron:d2]"),
+    "areal.inference.http.group.reshard_plan:_Layout.dimensions",
+    PLAN.format("rows_of_what_all_ranks_have_are_divided_among_them"),
 )
-def replicas_send_everything(right: Function) -> Function:
-    """One rank sends the whole of a tensor that all ranks have."""
-
-    def wrong(self: Any, mesh: Any) -> Any:
-        planned = right(self, mesh)
-        return replace(planned, placements=None) if self.placed(mesh) is None else planned
-
-    return wrong
+def every_rank_sends_everything(right: Function) -> Function:
+    """Each rank sends the full tensors, and not its blocks."""
+    return lambda self, blocks: [None]
 
 
 GROUPS = "unit/inference/group/test_group_updates.py::test_{}"

@@ -151,8 +151,8 @@ class Slow(ReshardCarrier):
 
 def test_groups_that_were_left_while_their_members_joined_are_not_used() -> None:
     carrier = Slow()
-    carrier.links = links = Links(carrier, 0, 1)
-    links.accept([Invitation("key", 2, (1, 1), 0)])
+    carrier.links = links = Links(carrier, 0)
+    links.accept([Invitation("key", (0,), 2, (1, 1), 0)])
     with pytest.raises(RuntimeError, match="the groups were left while their members joined"):
         links.join(1.0)
     assert carrier.done == ["revoke key", "finalize key", "abort key"]
