@@ -40,6 +40,7 @@ def run_plan(options: Sequence[str]) -> int:
             hardware,
             read_settings(rest),
             given.micro_batch,
+            given.servers,
         )
         _print_plan(job, given)
     except ValueError as error:
@@ -52,6 +53,8 @@ def run_plan(options: Sequence[str]) -> int:
 
 def _print_plan(job: PlanJob, given: argparse.Namespace) -> None:
     engine, _, letters = given.backend.partition(":")
+    if given.servers < 1:
+        raise ValueError(f"--servers {given.servers}: an update needs at least one server; leave it out for one")
     if engine == "jax":
         _print_compiled(job, given)
         return
@@ -147,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         "--micro-batch", type=int, help="tokens of a micro-batch of a data-parallel rank; chosen if left out"
     )
     parser.add_argument("--memory", type=float, default=80.0, help="GiB of a rank's device")
+    parser.add_argument("--servers", type=int, default=1, help="number of inference servers of an update")
     parser.add_argument("--layouts", type=int, default=5, help="number of best layouts to print; 0 does not search")
     parser.add_argument("--picture", type=Path, help="file for a plot of weak scaling from 64 to 4,096 ranks")
     for field in dataclasses.fields(Hardware):

@@ -33,6 +33,7 @@ class PlanJob:
         hardware: rates.
         settings: further fields of the engine's configuration.
         micro_batch: tokens of a micro-batch of a data-parallel rank; ``None`` chooses.
+        servers: number of inference servers.
     """
 
     model: str
@@ -42,6 +43,7 @@ class PlanJob:
     hardware: Hardware
     settings: Mapping[str, Any]
     micro_batch: int | None = None
+    servers: int = 1
 
     def workload(self, dims: ParallelDims, n_mbs: int | None = None) -> Workload:
         """Return the batch of a data-parallel rank, whose context-, tensor- and pipeline-parallel ranks compute it together.

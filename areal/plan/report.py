@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from areal.api.config import torch_dtype
 from areal.plan.layout_plan import LayoutPlan, collective_seconds
 from areal.plan.layout_search import PlanJob
-from areal.plan.state_bytes import count_parameters
+from areal.plan.server_update import ServerUpdate
+from areal.plan.state_bytes import parameter_shapes
 from areal.plan.step_recorder import Collective
 
 _GIB = 2**30
@@ -60,17 +61,21 @@ def memory_table(memory: Mapping[str, float], limit: int) -> list[str]:
 
 
 def _describe_update(plan: LayoutPlan, job: PlanJob) -> str:
-    """Return the time of an update: weights are gathered on all ranks, cast, and sent by rank 0, or every rank sends its slices."""
+    """Return the time of an update of servers: by rank 0, which sends gathered weights, or by blocks of several ranks."""
     config, hardware = plan.config, job.hardware
-    nbytes = count_parameters(job.model) * torch_dtype(config.dtype).itemsize
+    shapes, itemsize = parameter_shapes(job.model), torch_dtype(config.dtype).itemsize
+    nbytes = sum(shape.numel() for shape in shapes) * itemsize
     gathered = hardware.collective_seconds("all_gather", nbytes, config.dims.world_size, 1)
-    sent, sliced = (
-        hardware.collective_seconds("send", nbytes / senders, 2, hardware.ranks_per_node)
-        for senders in (1, config.dims.world_size)
+    update = ServerUpdate.of(shapes, itemsize, config.dims.world_size, job.servers)
+    sent, of_blocks, exchanged = (
+        hardware.collective_seconds("send", size, 2, hardware.ranks_per_node) if size else 0.0
+        for size in (nbytes, update.sent, update.exchanged)
     )
     return (
-        f"update of servers: {nbytes / _GIB:.2f} GiB in {config.dtype}, gathered in {gathered:.3f} s and sent through the network card of "
-        f"rank 0 in {sent:.3f} s; by slices, sent by every rank in {sliced:.3f} s"
+        f"update of {job.servers} server{'s' * (job.servers > 1)}, {nbytes / _GIB:.2f} GiB in {config.dtype}: with NCCLCarrier gathered in "
+        f"{gathered:.3f} s and sent through the network card of rank 0 in {sent:.3f} s; with ReshardCarrier {update.blocks} ranks send to each "
+        f"server, {update.sent / _GIB:.2f} GiB of a rank in {of_blocks:.3f} s, after an exchange of up to {update.exchanged / _GIB:.2f} GiB of "
+        f"a rank in {exchanged:.3f} s"
     )
 
 

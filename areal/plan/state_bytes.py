@@ -13,11 +13,16 @@ from areal.plan.engines.fsdp import PlannedEngine
 from areal.plan.planned_world import planned_world
 
 
-def count_parameters(path: str) -> int:
-    """Return the number of parameters of the model in a directory with a ``config.json``."""
+def parameter_shapes(path: str) -> list[torch.Size]:
+    """Return the shapes of the parameters of the model in a directory with a ``config.json``."""
     with torch.device("meta"):
         model = model_factory(config := read_config(path)).from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return [parameter.shape for parameter in model.parameters()]
+
+
+def count_parameters(path: str) -> int:
+    """Return the number of parameters of the model in a directory with a ``config.json``."""
+    return sum(shape.numel() for shape in parameter_shapes(path))
 
 
 def describe_state(config: TrainEngineConfig) -> str:

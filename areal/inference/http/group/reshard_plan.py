@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.engine.checkpoint.tensor_blocks import MOST_SHARDS, block_bytes, block_numbers
 from areal.inference.http.group.boxes import Numbers, block_of, count_elements, join_boxes, overlap
 
 REPLICATE = -1
 """Placement on an axis of the mesh over which every rank has the same."""
-MOST_SHARDS = 16
-"""Maximum number of shards that NCCL's resharding joins into one full tensor (``MAX_SOURCES`` in its sources, as vLLM checks)."""
 MOST_DIMENSIONS = 3
 _MOST_ORDERS = 4
 
@@ -173,7 +172,7 @@ def plan_resharding(held: Sequence[Sequence[HeldPart]], servers: int = 1) -> Res
     ranks = len(held)
     candidates = [
         _Candidate(tensors, _groups(order, number, servers), servers)
-        for number in block_numbers(ranks)
+        for number in block_numbers(ranks, MOST_SHARDS)
         for order in _orders(tensors, ranks)
     ]
     best: ReshardPlan | None = None
@@ -270,21 +269,6 @@ class _Candidate:
                 best[id(each.layout)] = (placements if len(self._groups) > 1 else None, exchange)
             planned.append(PlannedTensor(each.name, each.dtype, each.layout.shape, *best[id(each.layout)]))
         return ReshardPlan(ranks, self._servers, self._groups, tuple(planned))
-
-
-def block_numbers(ranks: int) -> list[int]:
-    """Return the numbers of blocks that ranks may send."""
-    return [
-        number for number in range(1, min(ranks, MOST_SHARDS) + 1) if ranks % number == 0 or number & (number - 1) == 0
-    ]
-
-
-def block_bytes(tensors: Iterable[tuple[Sequence[int], int]], blocks: int) -> int:
-    """Return the bytes of a block of all tensors, given by shape and bytes of an element. One that is not divided evenly is a block."""
-    return sum(
-        prod(shape) * itemsize // (blocks if any(length % blocks == 0 for length in shape) else 1)
-        for shape, itemsize in tensors
-    )
 
 
 def _groups(order: Sequence[int], blocks: int, servers: int) -> tuple[tuple[int, ...], ...]:

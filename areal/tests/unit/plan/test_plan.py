@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from areal.api import OptimizerConfig
 from areal.api.parallel import ParallelDims
 from areal.cli.plan import run_plan
 from areal.engine.model.hub import read_config
+from areal.inference.http.group.reshard_plan import HeldPart, plan_resharding
 from areal.plan.hardware import Hardware
 from areal.plan.layout_plan import Stage, traced_stages
 from areal.plan.layout_search import PlanJob, best_layouts, layouts, with_world_size
 from areal.plan.report import describe_layouts
 from areal.plan.scaling_picture import save_scaling
+from areal.plan.server_update import ServerUpdate
 from areal.plan.state_bytes import count_parameters
 from areal.plan.step_recorder import Collective, CollectiveCalls
 from areal.plan.trace import Trace
@@ -215,8 +218,9 @@ def test_command_prints_the_plan_and_the_best_layouts(capsys: pytest.CaptureFixt
     model = family_dir("qwen3")
     options = ["--model", model, "--backend", "fsdp:t2", "--world-size", "4", "--sequence", "64"]
     slow = ["--network-gbps", "0.001"]
-    assert run_plan([*options, *slow, "--tokens-per-rank", "64", "--layouts", "2", "dtype=bfloat16"]) == 0
-    # All weights in two bytes, at 1 MB/s.
+    slow += ["--servers", "3", "--tokens-per-rank", "64", "--layouts", "2", "dtype=bfloat16"]
+    assert run_plan([*options, *slow]) == 0
+    # All weights in two bytes, at 1 MB/s. Each of four ranks sends a quarter to each server, and lacks one quarter at most.
     seconds = count_parameters(model) * 2 / 1e6
     text = capsys.readouterr().out
     for words in (
@@ -225,9 +229,39 @@ def test_command_prints_the_plan_and_the_best_layouts(capsys: pytest.CaptureFixt
         "peak memory of rank 0",
         "all_gather          shards",
         "layouts that fit",
-        f"sent through the network card of rank 0 in {seconds:.3f} s; by slices, sent by every rank in {seconds / 4:.3f} s",
+        "update of 3 servers, ",
+        f"sent through the network card of rank 0 in {seconds:.3f} s; with ReshardCarrier 4 ranks send to each server, ",
+        f" GiB of a rank in {seconds * 3 / 4:.3f} s, after an exchange of up to ",
+        f" GiB of a rank in {seconds / 4:.3f} s\n",
     ):
         assert words in text
+
+
+def test_update_without_servers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(["--model", family_dir("qwen3"), "--world-size", "4", "--servers", "0"]) == 1
+    assert "--servers 0: an update needs at least one server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("servers", [1, 3, 4, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 12, 16, 64])
+def test_update_of_servers_costs_what_the_carrier_plans(ranks: int, servers: int) -> None:
+    shapes: list[tuple[int, ...]] = [(4096, 512), (1024, 1536), (512,)]
+
+    def held(rank: int) -> list[HeldPart]:
+        """Return rows of each tensor, as FSDP divides them."""
+        parts = []
+        for index, shape in enumerate(shapes):
+            rows = -(-shape[0] // ranks)
+            start, stop = (min(each * rows, shape[0]) for each in (rank, rank + 1))
+            box = ((start, stop, 1), *((0, length, 1) for length in shape[1:]))
+            parts.append(HeldPart(str(index), torch.bfloat16, shape, box))
+        return parts
+
+    plan = plan_resharding([held(rank) for rank in range(ranks)], servers)
+    update = ServerUpdate.of(shapes, 2, ranks, servers)
+    traffic = plan.traffic()
+    assert (len(plan.groups), max(each.to_servers for each in traffic)) == (update.blocks, update.sent)
+    assert max(each.from_ranks for each in traffic) <= update.exchanged
 
 
 def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
