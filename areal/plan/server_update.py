@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal.utils.tensor_blocks import block_bytes, block_numbers
+from areal.engine.checkpoint.tensor_blocks import block_bytes, block_numbers
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.engine.checkpoint.tensor_blocks import MOST_SHARDS, block_bytes, block_numbers
 from areal.inference.http.group.boxes import Numbers, block_of, count_elements, join_boxes, overlap
-from areal.utils.tensor_blocks import MOST_SHARDS, block_bytes, block_numbers
 
 REPLICATE = -1
 """Placement on an axis of the mesh over which every rank has the same."""
