@@ -25,17 +25,26 @@ _numbers = count()
 _refs: WeakValueDictionary[int, Ref] = WeakValueDictionary()
 
 
+REF_BYTES = 150
+"""Bytes of a reference of Ray besides its number: most are the address of the owner, also in each of several references of a call."""
+
+
 class Ref:
     """A reference to a value that a test sets. Its pickle has no value.
+
+    Args:
+        value: value that is ready.
+        ready: False for a value that a test sets later.
+        holds: object with further references, which exist as long as this one.
 
     Attributes:
         its: future of the value.
         callbacks: futures that were made, each of which costs Ray a callback.
     """
 
-    def __init__(self, value: Any = None, *, ready: bool = True) -> None:
+    def __init__(self, value: Any = None, *, ready: bool = True, holds: Any = None) -> None:
         self.its: Future[Any] = Future()
-        self.callbacks = 0
+        self.callbacks, self._holds = 0, holds
         self.number = next(_numbers)
         _refs[self.number] = self
         if ready:
@@ -46,10 +55,10 @@ class Ref:
         return self.its
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _find, (self.number,)
+        return _find, (self.number, bytes(REF_BYTES))
 
 
-def _find(number: int) -> Ref:
+def _find(number: int, _: bytes) -> Ref:
     return _refs[number]
 
 
@@ -69,7 +78,7 @@ class SimulatedRay:
     def put(self, value: Any) -> Ref:
         pickled = cloudpickle.dumps(value)
         self.stored += len(pickled)
-        return Ref(pickled)
+        return Ref(pickled, holds=value)
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:
         """Return values, or raise the first error. What was put is a copy."""
@@ -180,8 +189,11 @@ class SimulatedWorkers:
         )
         self.watch = Watch(processes, Limits(**{"hang_seconds": 600.0, "grace_seconds": 600.0} | limits))
 
-    def put(self, value: Any, *, keep: bool = False) -> Handle:
-        return self.store.put(value, keep=keep)
+    def put(self, value: Any, *, keep: bool = False, readers: int = 1) -> Handle:
+        return self.store.put(value, keep=keep, readers=readers)
+
+    def share(self, handle: Handle, nbytes: int, references: int, readers: int) -> Handle:
+        return self.store.share(handle, nbytes, references, readers)
 
     def ship(self, function: Any, what: str) -> Handle:
         return self.store.ship(function, what, lambda _: "")

@@ -24,7 +24,6 @@ from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Reply
 from areal.dispatch.rank_calls import RankLayout
 from areal.dispatch.ray import replies as module
-from areal.dispatch.ray import watch
 from areal.tests.harness.limits import PROMPTLY, wait_until
 from areal.tests.harness.tiny import config
 from areal.tests.unit.dispatch.simulated import (
@@ -223,18 +222,22 @@ class SavingEngine:
 
 
 class Counter:
-    """An object of the driver with state."""
+    """An object of the driver with ``kib`` KiB of state."""
+
+    def __init__(self, kib: int) -> None:
+        self.state = {"counts": bytes(range(256)) * 4 * kib}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": bytes(range(256)) * 2**13}
+        return self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
-def test_state_of_the_driver_travels_once(simulated_ray: SimulatedRay, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kib", [40, 2048])
+def test_state_of_the_driver_travels_once(simulated_ray: SimulatedRay, tmp_path: Path, kib: int) -> None:
     """With a checkpoint of 64 ranks: the bytes of one state, and at most 2 KiB for each rank."""
-    size, state = 64, Counter().state_dict()
+    size, state = 64, Counter(kib).state_dict()
     ranks = [WorkingRank(rank, size, simulated_ray) for rank in range(size)]
     engines = [SavingEngine() for _ in ranks]
     for rank, engine in zip(ranks, engines, strict=True):
@@ -244,8 +247,7 @@ def test_state_of_the_driver_travels_once(simulated_ray: SimulatedRay, tmp_path:
         group._calls.take_rank_layouts([RankLayout(rank, True, None) for rank in range(size)])
         group.save(SaveLoadMeta(tmp_path / "other", weight_format="dcp"))  # checks the folder
         before = simulated_ray.stored + simulated_ray.sent
-        group.save(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": Counter()}))
+        group.save(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": Counter(kib)}))
         sent = simulated_ray.stored + simulated_ray.sent - before
     assert sent <= len(cloudpickle.dumps(state)) + size * 2048
     assert all(engine.saved[1].stateful["counter"].state_dict() == state for engine in engines)
-    assert len(state["counts"]) > watch.INLINE_BYTES
