@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ from areal.tests.unit.dispatch.simulated import (
     simulated,
     simulated_ray,
 )
+from benchmarks.dispatch import slow_collection
 
 __all__ = ["simulated_ray"]
 
@@ -98,6 +100,12 @@ def test_cpu_time_of_a_call_is_within_the_limit_per_rank(simulated_ray: Simulate
             workers.watch.submit("set_lr", None, [None] * 1024).result(60)
             seconds.append(time.process_time() - start)
     assert 1e3 * min(seconds) / 1024 < CPU_MS
+
+
+@pytest.mark.parametrize(("ratio", "failure"), [(1.9, ""), (4.0, ""), (4.1, "1024 replies .* 4.1 times .* at most 4")])
+def test_benchmark_names_a_slow_collection_of_replies(ratio: float, failure: str) -> None:
+    assert re.search(failure, slow_collection(1024, ratio))
+    assert bool(slow_collection(1024, ratio)) == bool(failure)
 
 
 @pytest.mark.parametrize("size", RANKS)
