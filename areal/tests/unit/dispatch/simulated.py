@@ -20,6 +20,7 @@ from areal.dispatch.ray.actor import ProcessInfo, RankProcess, StackPosition
 from areal.dispatch.ray.results import seal
 from areal.dispatch.ray.stored import Store
 from areal.dispatch.ray.watch import Limits, Watch
+from areal.dispatch.wire import Packed
 
 _numbers = count()
 _refs: WeakValueDictionary[int, Ref] = WeakValueDictionary()
@@ -143,10 +144,18 @@ VALUE = seal(None, "the result", 2**20)
 
 
 class PromptRank(SilentRank):
-    """A rank that replies at once, without a value."""
+    """A rank that replies at once, without running the call.
+
+    Args:
+        value: sealed result of all calls.
+    """
+
+    def __init__(self, value: Packed = VALUE) -> None:
+        super().__init__()
+        self._value = value
 
     def _run(self, what: str, pickled: Any, argument: Any) -> Ref:
-        self.replies.append(Ref(Reply(VALUE)))
+        self.replies.append(Ref(Reply(self._value)))
         return self.replies[-1]
 
 

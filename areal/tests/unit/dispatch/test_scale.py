@@ -15,16 +15,19 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from ray import cloudpickle
 from ray.exceptions import RayActorError
+from torch import Tensor
 
-from areal.api import SaveLoadMeta
+from areal.api import Batch, MicroBatchSpec, SaveLoadMeta, StepOutput, TokenOutputs
 from areal.dispatch import WorkerGroup
 from areal.dispatch import ray as dispatch_ray
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Reply
 from areal.dispatch.rank_calls import RankLayout
 from areal.dispatch.ray import replies as module
+from areal.dispatch.ray.results import seal
 from areal.tests.harness.limits import PROMPTLY, wait_until
 from areal.tests.harness.tiny import config
 from areal.tests.unit.dispatch.simulated import (
@@ -100,6 +103,26 @@ def test_cpu_time_of_a_call_is_within_the_limit_per_rank(simulated_ray: Simulate
             workers.watch.submit("set_lr", None, [None] * 1024).result(60)
             seconds.append(time.process_time() - start)
     assert 1e3 * min(seconds) / 1024 < CPU_MS
+
+
+def test_cpu_time_of_a_step_on_stored_samples_is_within_the_limit_per_rank(simulated_ray: SimulatedRay) -> None:
+    """The check and division of the batch, the shards and the results of all coordinates count, too."""
+    dp, tp = 128, 8
+    step = seal((StepOutput(0.5, {"loss": 0.5}), {}), "the step", 2**20)
+    with simulated([PromptRank(step) for _ in range(dp * tp)]) as workers:
+        group = WorkerGroup(config(f"fsdp:d{dp}t{tp}", mb_spec=MicroBatchSpec(max_tokens_per_mb=2**14)), workers)
+        group._calls.take_rank_layouts([RankLayout(n // tp, n % tp == 0, None) for n in range(dp * tp)])
+        samples = group.put([{"input_ids": torch.arange(n), "loss_mask": torch.ones(n)} for n in range(100, 356)])
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            assert group.train_batch(samples, weighted_loss).loss == 0.5
+            seconds.append(time.process_time() - start)
+    assert 1e3 * min(seconds) / (dp * tp) < CPU_MS
+
+
+def weighted_loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
+    return -(outputs.logprobs * batch["loss_mask"]).sum()
 
 
 @pytest.mark.parametrize(("ratio", "failure"), [(1.9, ""), (4.0, ""), (4.1, "1024 replies .* 4.1 times .* at most 4")])
