@@ -38,6 +38,10 @@ E = TypeVar("E", bound=TrainEngine)
 
 _Rank: Any = cast(Any, ray.remote)(concurrency_groups={"health": 2, "life": 1})(RankProcess)
 
+RANKS = (64, 1024)
+COLLECT_LIMIT = 4
+"""Time of reading the replies of the most ranks, at most, relative to one ``ray.get`` of them."""
+
 ROUNDS = 15
 SAMPLES = 64
 SIZES = {"16 to 96 tokens": (16, 96), "2,000 tokens": (2000, 2000)}
@@ -177,8 +181,23 @@ def read_ms(refs: list[ray.ObjectRef]) -> tuple[float, float]:
     return 1e3 * (time.perf_counter() - middle), 1e3 * (middle - start)
 
 
-def print_scale(size: int) -> None:
-    """Print what a call on many ranks costs the driver, and the same calls by Ray alone. Two processes reply for all ranks."""
+def slow_collection(size: int, ratio: float) -> str:
+    """Return the text of a failure if replies are read too slowly, or an empty string.
+
+    Args:
+        size: number of replies.
+        ratio: time of reading them relative to one ``ray.get``, measured in one run.
+    """
+    if ratio <= COLLECT_LIMIT:
+        return ""
+    return f"{size} replies are read in {ratio:.1f} times the time of one ray.get of them, and at most {COLLECT_LIMIT} is allowed"
+
+
+def print_scale(size: int) -> float:
+    """Print what a call on many ranks costs the driver, and the same calls by Ray alone. Two processes reply for all ranks.
+
+    Returns the time of reading the replies, relative to one ``ray.get`` of them.
+    """
     processes = [_Rank.remote(0, 2**20) for _ in range(2)]
     infos = ray.get([process.process_info.remote() for process in processes])
     actors = [processes[rank % 2] for rank in range(size)]
@@ -212,16 +231,20 @@ def print_scale(size: int) -> None:
     )
     watch.end(RuntimeError("the benchmark has ended"))
     watch.join()
+    return own / alone
 
 
 def main() -> None:
-    """Print the costs of a shard in CPU time with the ratio of both ways, and those of a call in wall time."""
+    """Print the costs of a shard in CPU time with the ratio of both ways, and those of a call in wall time.
+
+    Raises:
+        SystemExit: the replies of the largest number of ranks are read too slowly.
+    """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), Size())
         print_calls(folder)
-    for size in (64, 1024):
-        print_scale(size)
+    ratios = {size: print_scale(size) for size in RANKS}
     for name, (shortest, longest) in SIZES.items():
         samples = batch_of(shortest, longest)
         plain, packed = transfer_ms(samples, ROUNDS)
@@ -236,6 +259,8 @@ def main() -> None:
             print(
                 f"  check and divide for 4 ranks, {what}: {least_ms(partial(plan_shards, samples, spec, 4), ROUNDS):.2f} ms"
             )
+    if failure := slow_collection(RANKS[-1], ratios[RANKS[-1]]):
+        raise SystemExit(failure)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import socket
 import tempfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -243,7 +244,8 @@ class Calls:
             check = None if rules is None else partial(rules.cutting_by(mb_spec).plan, outputs=outputs, trees=False)
             plan = plan_shards(batch, spec, n, check=check)
         # Tensors that were put are not sent again.
-        handles = [put_shard(shard, self.executor) for shard in plan.shards]
+        readers = Counter(rank_layout.dp_rank for rank_layout in rank_layouts)
+        handles = [put_shard(shard, self.executor, readers[dp_rank]) for dp_rank, shard in enumerate(plan.shards)]
         return plan, [handles[rank_layout.dp_rank] for rank_layout in rank_layouts]
 
     def verb(self, path: str, arguments: Mapping[str, Any], returned: Returned) -> Verb:

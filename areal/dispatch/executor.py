@@ -90,7 +90,7 @@ class Reply:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors do not always survive a pickle; their text does.
-        return Reply, (self.value, self.kind, self.text, self.trace)
+        return Reply, (self.value, self.kind, self.text, self.trace) if self.kind else (self.value,)
 
 
 def reply_to(work: Callable[[RankObjects, Any], Any], rank_objects: RankObjects, argument: Any) -> Reply:
@@ -130,15 +130,27 @@ class Executor(Protocol):
     @property
     def lost(self) -> Exception | None: ...
 
-    def put(self, value: Any, *, keep: bool = False) -> Handle:
+    def put(self, value: Any, *, keep: bool = False, readers: int = 1) -> Handle:
         """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank.
 
         Args:
             value: a batch, a shard or a piece of it.
             keep: many calls get the handle, which is small whatever the size of the value.
+            readers: number of ranks that get the handle.
 
         Raises:
             ValueError: the batch cannot be sent.
+        """
+        ...
+
+    def share(self, handle: Handle, nbytes: int, references: int, readers: int) -> Handle:
+        """Return the handle for a call, or a smaller one that refers to it, if that costs less.
+
+        Args:
+            handle: handle that consists of others.
+            nbytes: bytes of its pickle without the references.
+            references: number of references to the store in it.
+            readers: number of ranks that get it.
         """
         ...
 
@@ -267,8 +279,11 @@ class InProcess:
         self.generation = 0
         self._objects = RankObjects(0, 1)
 
-    def put(self, value: Any, *, keep: bool = False) -> Handle:
+    def put(self, value: Any, *, keep: bool = False, readers: int = 1) -> Handle:
         return LocalHandle(value)
+
+    def share(self, handle: Handle, nbytes: int, references: int, readers: int) -> Handle:
+        return handle
 
     def ship(self, function: Any, what: str) -> Handle:
         return LocalHandle(function)

@@ -84,7 +84,7 @@ def destroy(engine: str, owner: str, rank_objects: RankObjects, _: Any) -> None:
         created.destroy()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Verb:
     """Calls a member of the engine. Its arguments are values or handles."""
 
@@ -102,8 +102,10 @@ class Verb:
         value = member(**arguments) if callable(member) else member
         if not is_kept(self.returned, rank_objects, engine):
             return None
-        # The wire format packs the tensors of a tuple, but not those inside a step.
-        return (dataclasses.replace(value, outputs={}), value.outputs) if self.returned is Returned.STEP else value
+        if self.returned is not Returned.STEP:
+            return value
+        # The wire format packs the tensors of a tuple, but not those inside a step. The driver reads one step.
+        return dataclasses.replace(value, outputs={}) if engine.dp_rank == 0 else None, value.outputs
 
 
 def call_function(
@@ -129,7 +131,7 @@ def resolved(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.get() if isinstance(value, Argument) else value for name, value in arguments.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Argument:
     """An argument that was shipped."""
 

@@ -76,13 +76,14 @@ class ShardPlan:
         with_samples = [rank for rank, members in enumerate(self.indices) if members]
         return self._merged([results[rank] for rank in with_samples], with_samples, "the result")
 
-    def merge_steps(self, results: Sequence[tuple[StepOutput, dict[str, Any]]]) -> StepOutput:
+    def merge_steps(self, results: Sequence[tuple[Any, dict[str, Any]]]) -> StepOutput:
         """Return the step with the outputs of all samples in the caller's order.
 
         Args:
-            results: for each coordinate the step, which is equal on all, and its per-token outputs by name.
+            results: for each coordinate the step, which is ``None`` except for the first, and its per-token outputs by name.
         """
-        step, named = results[0]
+        step: StepOutput = results[0][0]
+        named = results[0][1]
         return replace(step, outputs=self.merge([outputs for _, outputs in results])) if named else step
 
     def _merged(self, parts: list[Any], ranks: list[int], what: str) -> Any:

@@ -15,6 +15,8 @@ from areal.dispatch.executor import Executor, Handle
 
 S = TypeVar("S", bound=Mapping[str, Any])
 
+Keys = tuple[str, ...]
+
 PIECE_BYTES = 2**20
 """Bytes after which a piece of the store ends. A rank reads complete pieces. Putting one costs as much as copying about so many bytes."""
 
@@ -166,13 +168,19 @@ def _pieces(
         yield piece
 
 
-def put_shard(shard: BatchInput, executor: Executor) -> Handle:
-    """Return the handle of a shard. Tensors of stored samples are read from the store, and everything else travels with the call."""
+def put_shard(shard: BatchInput, executor: Executor, readers: int) -> Handle:
+    """Return the handle of a shard. Tensors of stored samples are read from the store, and everything else travels with the call.
+
+    Args:
+        shard: samples of one data-parallel coordinate.
+        executor: executor of the call.
+        readers: number of ranks of the coordinate.
+    """
     # What is no batch is refused on the ranks.
     if not isinstance(shard, Sequence) or not any(isinstance(sample, StoredSample) for sample in shard):
-        return executor.put(shard)
+        return executor.put(shard, readers=readers)
     handles: dict[int, Handle] = {}
-    taken: dict[tuple[int, tuple[tuple[str, str], ...]], tuple[list[int], list[int]]] = {}
+    taken: dict[tuple[int, Keys, Keys], tuple[list[int], list[int]]] = {}
     others: list[dict[str, Any]] = []
     for position, sample in enumerate(shard):
         # The keys of the sample by dict of the store, and those that are in none.
@@ -186,17 +194,22 @@ def put_shard(shard: BatchInput, executor: Executor) -> Handle:
                 handles[id(place.handle)] = place.handle
                 by_row.setdefault((id(place.handle), place.row), []).append((key, place.key))
         # Samples that take the same keys of a piece are one entry.
-        for (number, row), keys in by_row.items():
-            positions, rows = taken.setdefault((number, tuple(keys)), ([], []))
+        for (number, row), pairs in by_row.items():
+            keys, stored_keys = zip(*pairs, strict=True)
+            positions, rows = taken.setdefault((number, keys, stored_keys), ([], []))
             positions.append(position)
             rows.append(row)
     numbers = {number: index for index, number in enumerate(handles)}
-    pieces = [(numbers[number], keys, *places) for (number, keys), places in taken.items()]
-    rest = executor.put(others) if any(others) else None
-    # One tuple for all samples with the same keys, which is pickled once.
-    orders: dict[tuple[str, ...], tuple[str, ...]] = {}
-    keys_of = [orders.setdefault(keys, keys) for keys in map(tuple, shard)]
-    return StoredShard((*handles.values(),), pickle.dumps((keys_of, pieces)), rest)
+    # Equal tuples become one, which is pickled once.
+    once: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    keys_of = [once.setdefault(keys, keys) for keys in map(tuple, shard)]
+    pieces = [
+        (numbers[number], *(once.setdefault(each, each) for each in (keys, stored_keys, *map(tuple, places))))
+        for (number, keys, stored_keys), places in taken.items()
+    ]
+    plan = pickle.dumps((keys_of, pieces))
+    rest = executor.put(others, readers=readers) if any(others) else None
+    return executor.share(StoredShard((*handles.values(),), plan, rest), len(plan), len(handles), readers)
 
 
 def keep_results(
@@ -230,14 +243,14 @@ def keep_results(
 # ---- in the process of a rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredShard:
     """A shard of stored samples, which :meth:`get` puts together.
 
     Attributes:
         handles: refer to the pieces that have tensors of the shard.
-        plan: the keys of each sample; and for several samples that take the same keys of a piece, its index among the handles, the keys with
-            those of the piece, the positions of the samples and their rows in the piece. Pickled once for all ranks.
+        plan: the keys of each sample; and for several samples that take the same keys of a piece, its index among the handles, the keys, those
+            of the piece, the positions of the samples and their rows in the piece. Pickled once for all ranks.
         rest: values that are not in the store, by sample; ``None`` if there are none.
     """
 
@@ -250,9 +263,9 @@ class StoredShard:
         values = [handle.get() for handle in self.handles]
         # Keys in the driver's order.
         samples: list[dict[str, Any]] = [dict.fromkeys(keys) for keys in keys_of]
-        for number, keys, positions, rows in pieces:
+        for number, keys, stored_keys, positions, rows in pieces:
             for position, row in zip(positions, rows, strict=True):
-                for key, stored in keys:
+                for key, stored in zip(keys, stored_keys, strict=True):
                     samples[position][key] = values[number][row][stored]
         if self.rest is not None:
             for sample, others in zip(samples, self.rest.get(), strict=True):
@@ -260,7 +273,7 @@ class StoredShard:
         return samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ResultColumn:
     """One output of the result of a rank, as a piece.
 

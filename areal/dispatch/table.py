@@ -59,6 +59,10 @@ class Returned(Enum):
     FOLDERS = "a context that all ranks or the named ones enter and leave, which gives the folder's path by rank"
     DRIVER = "the driver's own value, for one data-parallel shard"
 
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        # Calls carry the name, which is shorter than the text.
+        return getattr, (Returned, self.name)
+
 
 @dataclass(frozen=True)
 class Depends:

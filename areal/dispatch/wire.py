@@ -23,7 +23,7 @@ _CONCATENATED = frozenset(
 """Dtypes that ``torch.cat`` supports. Tensors of others are concatenated as bits."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Packed:
     """A value whose tensors were replaced. Pickle it with protocol 5 and a ``buffer_callback``.
 

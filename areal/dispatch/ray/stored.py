@@ -22,6 +22,31 @@ FUNCTIONS = 32
 """Functions that the driver and each rank keep. Of more, the one that was not used for the longest time is sent again."""
 
 
+PUT_BYTES = 160 * 2**10
+"""Bytes that cost the driver as much CPU time in a call as it takes to store an object."""
+
+REFERENCE_BYTES = 32 * 2**10
+"""The same for a reference in place of a value, with the questions of the rank that reads the object."""
+
+NESTED_BYTES = 4 * 2**10
+"""The same for each reference in a value that consists of references."""
+
+LARGEST_INLINE = 64 * 2**10
+"""Bytes of a value in a call, at most. Ray stores each argument above 100 KiB by itself, for each rank again."""
+
+
+def by_reference(nbytes: int, *, readers: int, references: int = 0) -> bool:
+    """Return whether a value is stored once, and does not travel in each of the calls that need it.
+
+    Args:
+        nbytes: bytes of its pickle without the references.
+        readers: number of ranks that get the value in one call.
+        references: number of references to the store in it.
+    """
+    cost = nbytes + NESTED_BYTES * references
+    return nbytes > LARGEST_INLINE or readers * cost > PUT_BYTES + cost + readers * REFERENCE_BYTES
+
+
 class Recent(Generic[V]):
     """The most recently used values, by key. May be used by several threads.
 
@@ -51,7 +76,7 @@ class Recent(Generic[V]):
         return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredBatch:
     """A batch in the object store. Processes of one node read the same memory and copy it."""
 
@@ -61,7 +86,7 @@ class StoredBatch:
         return unseal(ray.get(self.ref))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredResult:
     """The result of a rank, as it has replied it."""
 
@@ -71,11 +96,7 @@ class StoredResult:
         return unseal(ray.get(self.ref).value)
 
 
-SMALL = 128 * 2**10
-"""Bytes of a batch up to which it travels in the calls: the object store takes longer."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SmallBatch:
     """A batch as bytes, which were made once for all ranks."""
 
@@ -85,11 +106,21 @@ class SmallBatch:
         return unseal(pickle.loads(self.data))
 
 
+@dataclass(frozen=True, slots=True)
+class StoredHandle:
+    """A handle in the object store, for all ranks of a data-parallel coordinate."""
+
+    ref: ObjectRef
+
+    def get(self) -> Any:
+        return ray.get(self.ref).get()
+
+
 _loaded: Recent[tuple[Any]] = Recent(FUNCTIONS)
 """Functions of this process, by digest: one that is sent again is not loaded again."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredFunction:
     """A function in the object store.
 
@@ -121,22 +152,29 @@ class Store:
         self._sent: Recent[StoredFunction] = Recent(FUNCTIONS)
         self._lock = threading.Lock()
 
-    def put(self, value: Any, *, keep: bool = False) -> Handle:
+    def put(self, value: Any, *, keep: bool = False, readers: int = 1) -> Handle:
         """Store a batch, once for all ranks that get the handle.
 
         Args:
             value: the batch.
             keep: many calls get the handle: the value does not travel in them, however small it is.
+            readers: number of ranks that get the handle.
 
         Raises:
             ValueError: the batch cannot be sent.
         """
         sealed = seal_batch(value)
-        small = not keep and sealed.nbytes + len(sealed.value) <= SMALL
-        handle: Handle = SmallBatch(pickle.dumps(sealed)) if small else StoredBatch(ray.put(sealed))
+        stored = keep or by_reference(sealed.nbytes + len(sealed.value), readers=readers)
+        handle: Handle = StoredBatch(ray.put(sealed)) if stored else SmallBatch(pickle.dumps(sealed))
         with self._lock:
             self.batches += 1
         return handle
+
+    def share(self, handle: Handle, nbytes: int, references: int, readers: int) -> Handle:
+        """Implement :meth:`areal.dispatch.executor.Executor.share`."""
+        # Ray itself pickles the handle: it keeps the objects that a stored one refers to.
+        stored = by_reference(nbytes, readers=readers, references=references)
+        return StoredHandle(ray.put(handle)) if stored else handle
 
     def ship(self, function: Any, what: str, check: Callable[[Handle], str]) -> Handle:
         """Store a function, unless it is stored already.

@@ -23,6 +23,7 @@ from areal.dispatch.executor import Reply, Work, error_of
 from areal.dispatch.ray.actor import StackPosition, last_lines
 from areal.dispatch.ray.processes import Processes
 from areal.dispatch.ray.replies import Call, Event, Loss, Replies
+from areal.dispatch.ray.stored import by_reference
 
 SILENT_SECONDS = 5.0
 """Limit for ranks that do not move once the engine of another rank has reported a lost rank."""
@@ -32,9 +33,6 @@ STOPPED_FRACTION = 0.2
 
 JOIN_SECONDS = 10.0
 """Limit for the thread to be done with Ray, which may not reply any more."""
-
-INLINE_BYTES = 64 * 2**10
-"""Size of pickled work above which it is stored once, and not sent to each rank by itself."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class Watch:
             refs: dict[int, ObjectRef] = {}
             try:
                 pickled = cloudpickle.dumps(work)
-                shared = ray.put(pickled) if len(pickled) > INLINE_BYTES else pickled
+                shared = ray.put(pickled) if by_reference(len(pickled), readers=len(arguments)) else pickled
                 for rank, (actor, argument) in enumerate(zip(self._processes.actors, arguments, strict=True)):
                     refs[rank] = actor.run.remote(what, shared, argument)
                 call = Call(what, [None] * len(refs), refs)

@@ -151,9 +151,13 @@ class RayWorkers:
 
     # ---- the protocol
 
-    def put(self, value: Any, *, keep: bool = False) -> Handle:
+    def put(self, value: Any, *, keep: bool = False, readers: int = 1) -> Handle:
         """Implement :meth:`areal.dispatch.executor.Executor.put`."""
-        return self.store.put(value, keep=keep)
+        return self.store.put(value, keep=keep, readers=readers)
+
+    def share(self, handle: Handle, nbytes: int, references: int, readers: int) -> Handle:
+        """Implement :meth:`areal.dispatch.executor.Executor.share`."""
+        return self.store.share(handle, nbytes, references, readers)
 
     def ship(self, function: Any, what: str) -> Handle:
         """Implement :meth:`areal.dispatch.executor.Executor.ship`. The process of rank 0 loads a new function before any rank runs it."""

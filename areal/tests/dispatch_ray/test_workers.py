@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import types
@@ -16,7 +17,8 @@ import ray
 import torch
 
 from areal.dispatch.ray import RayWorkers
-from areal.dispatch.ray.stored import SmallBatch, StoredBatch
+from areal.dispatch.ray.stored import SmallBatch, StoredBatch, StoredHandle
+from areal.dispatch.stored_samples import StoredShard
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.conftest import LIMIT
 from areal.tests.dispatch_ray.functions import run, start
@@ -85,6 +87,19 @@ def test_batch_that_cannot_be_sent_raises(pair: RayWorkers) -> None:
     with pytest.raises(ValueError, match=r"the batch cannot be sent to the ranks: cannot pickle '_thread\.lock'"):
         pair.put([{"input_ids": torch.arange(5), "lock": threading.Lock()}])
     assert pair.store.batches == before
+
+
+def test_handle_of_many_references_is_stored_for_its_readers(pair: RayWorkers) -> None:
+    """The objects that it refers to exist as long as its reference, also without another one."""
+    handles = tuple(pair.put([{"x": torch.full((2,), n)}], keep=True) for n in range(64))
+    pieces = [(n, ("x",), ("x",), (n,), (0,)) for n in range(64)]
+    shard = StoredShard(handles, pickle.dumps(([("x",)] * 64, pieces)), None)
+    assert pair.share(shard, 1000, 64, 1) is shard
+    shared = pair.share(shard, 1000, 64, 2)
+    assert isinstance(shared, StoredHandle)
+    del handles, shard
+    for its in run(pair, functions.get, [shared, shared]):
+        assert [sample["x"].tolist() for sample in its] == [[n, n] for n in range(64)]
 
 
 # ---- functions

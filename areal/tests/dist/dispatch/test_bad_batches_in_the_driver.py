@@ -30,9 +30,9 @@ class TwoSeats(InProcess):
         super().__init__()
         self.rules, self.sent = rules, 0
 
-    def put(self, value: Any, *, keep: bool = False) -> Any:
+    def put(self, value: Any, *, keep: bool = False, readers: int = 1) -> Any:
         self.sent += 1
-        return super().put(value, keep=keep)
+        return super().put(value, keep=keep, readers=readers)
 
     def ship(self, function: Any, what: str) -> Any:
         self.sent += 1

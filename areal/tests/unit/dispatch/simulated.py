@@ -20,22 +20,32 @@ from areal.dispatch.ray.actor import ProcessInfo, RankProcess, StackPosition
 from areal.dispatch.ray.results import seal
 from areal.dispatch.ray.stored import Store
 from areal.dispatch.ray.watch import Limits, Watch
+from areal.dispatch.wire import Packed
 
 _numbers = count()
 _refs: WeakValueDictionary[int, Ref] = WeakValueDictionary()
 
 
+REF_BYTES = 150
+"""Bytes of a reference of Ray besides its number: most are the address of the owner, also in each of several references of a call."""
+
+
 class Ref:
     """A reference to a value that a test sets. Its pickle has no value.
+
+    Args:
+        value: value that is ready.
+        ready: False for a value that a test sets later.
+        holds: object with further references, which exist as long as this one.
 
     Attributes:
         its: future of the value.
         callbacks: futures that were made, each of which costs Ray a callback.
     """
 
-    def __init__(self, value: Any = None, *, ready: bool = True) -> None:
+    def __init__(self, value: Any = None, *, ready: bool = True, holds: Any = None) -> None:
         self.its: Future[Any] = Future()
-        self.callbacks = 0
+        self.callbacks, self._holds = 0, holds
         self.number = next(_numbers)
         _refs[self.number] = self
         if ready:
@@ -46,10 +56,10 @@ class Ref:
         return self.its
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _find, (self.number,)
+        return _find, (self.number, bytes(REF_BYTES))
 
 
-def _find(number: int) -> Ref:
+def _find(number: int, _: bytes) -> Ref:
     return _refs[number]
 
 
@@ -69,7 +79,7 @@ class SimulatedRay:
     def put(self, value: Any) -> Ref:
         pickled = cloudpickle.dumps(value)
         self.stored += len(pickled)
-        return Ref(pickled)
+        return Ref(pickled, holds=value)
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:
         """Return values, or raise the first error. What was put is a copy."""
@@ -134,10 +144,18 @@ VALUE = seal(None, "the result", 2**20)
 
 
 class PromptRank(SilentRank):
-    """A rank that replies at once, without a value."""
+    """A rank that replies at once, without running the call.
+
+    Args:
+        value: sealed result of all calls.
+    """
+
+    def __init__(self, value: Packed = VALUE) -> None:
+        super().__init__()
+        self._value = value
 
     def _run(self, what: str, pickled: Any, argument: Any) -> Ref:
-        self.replies.append(Ref(Reply(VALUE)))
+        self.replies.append(Ref(Reply(self._value)))
         return self.replies[-1]
 
 
@@ -180,8 +198,11 @@ class SimulatedWorkers:
         )
         self.watch = Watch(processes, Limits(**{"hang_seconds": 600.0, "grace_seconds": 600.0} | limits))
 
-    def put(self, value: Any, *, keep: bool = False) -> Handle:
-        return self.store.put(value, keep=keep)
+    def put(self, value: Any, *, keep: bool = False, readers: int = 1) -> Handle:
+        return self.store.put(value, keep=keep, readers=readers)
+
+    def share(self, handle: Handle, nbytes: int, references: int, readers: int) -> Handle:
+        return self.store.share(handle, nbytes, references, readers)
 
     def ship(self, function: Any, what: str) -> Handle:
         return self.store.ship(function, what, lambda _: "")

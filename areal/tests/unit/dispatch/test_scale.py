@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import threading
 import time
@@ -14,17 +15,19 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from ray import cloudpickle
 from ray.exceptions import RayActorError
+from torch import Tensor
 
-from areal.api import SaveLoadMeta
+from areal.api import Batch, MicroBatchSpec, SaveLoadMeta, StepOutput, TokenOutputs
 from areal.dispatch import WorkerGroup
 from areal.dispatch import ray as dispatch_ray
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Reply
 from areal.dispatch.rank_calls import RankLayout
 from areal.dispatch.ray import replies as module
-from areal.dispatch.ray import watch
+from areal.dispatch.ray.results import seal
 from areal.tests.harness.limits import PROMPTLY, wait_until
 from areal.tests.harness.tiny import config
 from areal.tests.unit.dispatch.simulated import (
@@ -36,6 +39,7 @@ from areal.tests.unit.dispatch.simulated import (
     simulated,
     simulated_ray,
 )
+from benchmarks.dispatch import slow_collection
 
 __all__ = ["simulated_ray"]
 
@@ -99,6 +103,32 @@ def test_cpu_time_of_a_call_is_within_the_limit_per_rank(simulated_ray: Simulate
             workers.watch.submit("set_lr", None, [None] * 1024).result(60)
             seconds.append(time.process_time() - start)
     assert 1e3 * min(seconds) / 1024 < CPU_MS
+
+
+def test_cpu_time_of_a_step_on_stored_samples_is_within_the_limit_per_rank(simulated_ray: SimulatedRay) -> None:
+    """The check and division of the batch, the shards and the results of all coordinates count, too."""
+    dp, tp = 128, 8
+    step = seal((StepOutput(0.5, {"loss": 0.5}), {}), "the step", 2**20)
+    with simulated([PromptRank(step) for _ in range(dp * tp)]) as workers:
+        group = WorkerGroup(config(f"fsdp:d{dp}t{tp}", mb_spec=MicroBatchSpec(max_tokens_per_mb=2**14)), workers)
+        group._calls.take_rank_layouts([RankLayout(n // tp, n % tp == 0, None) for n in range(dp * tp)])
+        samples = group.put([{"input_ids": torch.arange(n), "loss_mask": torch.ones(n)} for n in range(100, 356)])
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            assert group.train_batch(samples, weighted_loss).loss == 0.5
+            seconds.append(time.process_time() - start)
+    assert 1e3 * min(seconds) / (dp * tp) < CPU_MS
+
+
+def weighted_loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
+    return -(outputs.logprobs * batch["loss_mask"]).sum()
+
+
+@pytest.mark.parametrize(("ratio", "failure"), [(1.9, ""), (4.0, ""), (4.1, "1024 replies .* 4.1 times .* at most 4")])
+def test_benchmark_names_a_slow_collection_of_replies(ratio: float, failure: str) -> None:
+    assert re.search(failure, slow_collection(1024, ratio))
+    assert bool(slow_collection(1024, ratio)) == bool(failure)
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -223,18 +253,22 @@ class SavingEngine:
 
 
 class Counter:
-    """An object of the driver with state."""
+    """An object of the driver with ``kib`` KiB of state."""
+
+    def __init__(self, kib: int) -> None:
+        self.state = {"counts": bytes(range(256)) * 4 * kib}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": bytes(range(256)) * 2**13}
+        return self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
-def test_state_of_the_driver_travels_once(simulated_ray: SimulatedRay, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kib", [40, 2048])
+def test_state_of_the_driver_travels_once(simulated_ray: SimulatedRay, tmp_path: Path, kib: int) -> None:
     """With a checkpoint of 64 ranks: the bytes of one state, and at most 2 KiB for each rank."""
-    size, state = 64, Counter().state_dict()
+    size, state = 64, Counter(kib).state_dict()
     ranks = [WorkingRank(rank, size, simulated_ray) for rank in range(size)]
     engines = [SavingEngine() for _ in ranks]
     for rank, engine in zip(ranks, engines, strict=True):
@@ -244,8 +278,7 @@ def test_state_of_the_driver_travels_once(simulated_ray: SimulatedRay, tmp_path:
         group._calls.take_rank_layouts([RankLayout(rank, True, None) for rank in range(size)])
         group.save(SaveLoadMeta(tmp_path / "other", weight_format="dcp"))  # checks the folder
         before = simulated_ray.stored + simulated_ray.sent
-        group.save(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": Counter()}))
+        group.save(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": Counter(kib)}))
         sent = simulated_ray.stored + simulated_ray.sent - before
     assert sent <= len(cloudpickle.dumps(state)) + size * 2048
     assert all(engine.saved[1].stateful["counter"].state_dict() == state for engine in engines)
-    assert len(state["counts"]) > watch.INLINE_BYTES

@@ -15,6 +15,7 @@ import torch
 from areal.api import MicroBatchSpec, StepOutput, TrainEngine
 from areal.dispatch import InProcess, WorkerGroup
 from areal.dispatch.rank_calls import RankLayout
+from areal.dispatch.ray.stored import by_reference
 from areal.dispatch.stored_samples import PIECE_BYTES, StoredSample
 from areal.tests.dist.dispatch.results import same
 from areal.tests.harness.tiny import config
@@ -38,10 +39,8 @@ class RecordingEngine:
         seen: batches, in order.
     """
 
-    is_main = True
-
-    def __init__(self, dp_rank: int) -> None:
-        self.dp_rank = dp_rank
+    def __init__(self, dp_rank: int, *, is_main: bool) -> None:
+        self.dp_rank, self.is_main = dp_rank, is_main
         self.seen: list[Any] = []
 
     def forward_batch(self, batch: Any, *, outputs: tuple[str, ...] = ("logprobs",)) -> Any:
@@ -58,15 +57,17 @@ class RecordingEngine:
 
 
 @contextmanager
-def recording_group(its: SimulatedRay) -> Iterator[tuple[WorkerGroup, list[RecordingEngine]]]:
-    """Yield a group of two data-parallel ranks, and their engines."""
-    ranks = [WorkingRank(rank, 2, its) for rank in range(2)]
-    engines = [RecordingEngine(rank) for rank in range(2)]
+def recording_group(its: SimulatedRay, dp: int = 2, tp: int = 1) -> Iterator[tuple[WorkerGroup, list[RecordingEngine]]]:
+    """Yield a group of ``dp`` data-parallel coordinates of ``tp`` ranks, and the engines of all ranks."""
+    size = dp * tp
+    ranks = [WorkingRank(rank, size, its) for rank in range(size)]
+    engines = [RecordingEngine(rank // tp, is_main=rank % tp == 0) for rank in range(size)]
     for rank, engine in zip(ranks, engines, strict=True):
         rank.objects.by_name["engine"] = engine
     with simulated(ranks) as workers:
-        group = WorkerGroup(config("fsdp:d2", path="model", mb_spec=MicroBatchSpec(max_tokens_per_mb=2**17)), workers)
-        group._calls.take_rank_layouts([RankLayout(rank, True, None) for rank in range(2)])
+        spec = MicroBatchSpec(max_tokens_per_mb=2**17)
+        group = WorkerGroup(config(f"fsdp:d{dp}t{tp}", path="model", mb_spec=spec), workers)
+        group._calls.take_rank_layouts([RankLayout(engine.dp_rank, engine.is_main, None) for engine in engines])
         yield group, engines
 
 
@@ -138,6 +139,60 @@ def test_batch_and_scores_of_a_ppo_step_travel_once(
     # The order of keys, too.
     first, second = ([[list(sample) for batch in each for sample in batch] for each in seen[put]] for put in counts)
     assert first == second
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(16, 1), (2, 8)])
+def test_ranks_add_few_bytes_to_those_of_the_batch(simulated_ray: SimulatedRay, dp: int, tp: int) -> None:
+    """At most 2,000 for each rank and call, both ways."""
+    groups = (recording_group(simulated_ray, dp, tp) for _ in range(2))
+    with next(groups) as (policy, engines), next(groups) as (critic, _):
+        before = bytes_of(simulated_ray)
+        scored = step_of_ppo(policy, critic, samples_of([200 + 7 * i for i in range(64)]))
+        added = bytes_of(simulated_ray) - before - 1.03 * nbytes(scored)
+    calls = 2 * len(engines[0].seen)
+    assert added <= 2000 * dp * tp * calls
+    assert all(same(engine.seen, engines[rank // tp * tp].seen) for rank, engine in enumerate(engines))
+
+
+def test_shard_of_many_pieces_is_stored_once_for_its_ranks(simulated_ray: SimulatedRay) -> None:
+    """One of few pieces travels in the calls, and so does one that a single rank reads."""
+    for tp, many in ((8, True), (1, False)):
+        with recording_group(simulated_ray, 2, tp) as (group, engines):
+            # 32 pieces for each coordinate, and a value that is not in the store.
+            meta = {"step": 3}
+            samples = [group.put([sample])[0] | {"meta": meta} for sample in samples_of([10] * 64)]
+            stored, sent = simulated_ray.stored, simulated_ray.sent
+            group.forward_batch(samples)
+            assert (simulated_ray.stored > stored) == many
+            assert not many or simulated_ray.sent - sent < 1000 * 2 * tp
+            seen = [sample for engine in (engines[0], engines[tp]) for sample in engine.seen[0]]
+            assert same(sorted(seen, key=lambda x: int(x["input_ids"][0])), [dict(sample) for sample in samples])
+            assert all(same(engine.seen, engines[rank // tp * tp].seen) for rank, engine in enumerate(engines))
+            stored = simulated_ray.stored
+            group.forward_batch(samples[:8])
+            assert simulated_ray.stored == stored
+
+
+@pytest.mark.parametrize(
+    ("kib", "readers", "references", "expected"),
+    [
+        (63, 1, 0, False),
+        (65, 1, 0, True),
+        (63, 2, 0, False),
+        (63, 8, 0, True),
+        (48, 8, 0, False),
+        (31, 1024, 0, False),
+        (33, 1024, 0, True),
+        (1, 8, 12, False),
+        (1, 8, 24, True),
+        (1, 1024, 6, False),
+        (1, 1, 1000, False),
+    ],
+)
+def test_values_are_stored_if_that_costs_the_driver_less(
+    kib: int, readers: int, references: int, expected: bool
+) -> None:
+    assert by_reference(kib * 2**10, readers=readers, references=references) is expected
 
 
 # ---- what is put

@@ -65,7 +65,7 @@ def rows_of_a_piece_in_their_order(right: Function) -> Function:
 
     def wrong(self: Any) -> Any:
         keys, pieces = pickle.loads(self.plan)
-        pieces = [(number, names, positions, [*range(len(rows))]) for number, names, positions, rows in pieces]
+        pieces = [(*which, positions, [*range(len(rows))]) for *which, positions, rows in pieces]
         return right(dataclasses.replace(self, plan=pickle.dumps((keys, pieces))))
 
     return wrong
