@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from areal.trainer.rollout.order import counts_of_complete
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.runner import Runner
 from areal.utils.distributed import ControlPlane
+
+ROUND_SECONDS = 0.05
+"""Longest time between two exchanges of the ranks about the groups that are complete."""
 
 
 class RolloutExchange:
@@ -71,10 +77,11 @@ class RolloutExchange:
         Raises:
             TimeoutError, RuntimeError: :meth:`~areal.trainer.rollout.runner.Runner.next_batch` failed on some rank. Raised on all ranks.
         """
+        counts = self._agree_on_counts(timeout)
         groups: list[Group] = []
         fault: Exception | None = None
         try:
-            groups = self._runner.next_batch(timeout)
+            groups = self._runner.next_batch(timeout, counts)
         except (TimeoutError, RuntimeError) as error:
             fault = error
         by_coordinate: defaultdict[int, list[Group]] = defaultdict(list)
@@ -84,10 +91,7 @@ class RolloutExchange:
         packed = {
             coordinate: pickle.dumps(its) for coordinate, its in by_coordinate.items() if self._receivers[coordinate]
         }
-        heads = self._control.gather(({coordinate: len(data) for coordinate, data in packed.items()}, fault))
-        for rank, (_, its_fault) in enumerate(heads):
-            if its_fault is not None:
-                raise type(its_fault)(f"rank {rank}: {its_fault}") from fault
+        heads = self._gather_unless({coordinate: len(data) for coordinate, data in packed.items()}, fault)
         # 2. Every rank receives only the groups of its coordinate.
         sends = []
         for coordinate, data in packed.items():
@@ -95,7 +99,7 @@ class RolloutExchange:
             sends += [(tensor, rank) for rank in self._receivers[coordinate]]
         receives = [
             (torch.empty(sizes[self._dp_rank], dtype=torch.uint8), rank)
-            for rank, (sizes, _) in enumerate(heads)
+            for rank, sizes in enumerate(heads)
             if self._dp_rank in sizes and rank != self._control.rank
         ]
         self._control.exchange(sends, receives)
@@ -103,6 +107,42 @@ class RolloutExchange:
         for buffer, _ in receives:
             mine += pickle.loads(buffer.numpy().tobytes())
         return sorted(mine, key=lambda group: group.index)
+
+    def _agree_on_counts(self, timeout: float | None) -> list[int] | None:
+        """Wait until the ranks together have the groups of a batch. Collective.
+
+        Returns:
+            How many of them each rank that plays gives; ``None`` if these are :attr:`~areal.trainer.rollout.runner.Runner.per_batch`.
+        """
+        plan = self._runner.plan
+        if plan.in_order or self._runner.size == 1 or not plan.max_staleness + plan.oversample:
+            return None
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        seconds = 0.0
+        while True:
+            complete: list[tuple[int, int]] = []
+            fault: Exception | None = None
+            try:
+                complete = self._runner.complete_groups(seconds)
+            except RuntimeError as error:
+                fault = error
+            told = self._gather_unless((self._runner.rank, complete, time.monotonic() >= end), fault)
+            groups_of = {rank: its for rank, its, _ in told if rank >= 0}
+            counts = counts_of_complete([groups_of[rank] for rank in sorted(groups_of)], plan.groups)
+            if counts is not None:
+                return counts
+            if any(is_late for _, _, is_late in told):
+                number = sum(map(len, groups_of.values()))
+                raise TimeoutError(f"no batch after {timeout} s: {number} of {plan.groups} groups are complete")
+            seconds = ROUND_SECONDS
+
+    def _gather_unless(self, value: Any, fault: Exception | None) -> list[Any]:
+        """Return the values of all ranks, or raise the first rank's ``fault`` on all. Collective."""
+        told = self._control.gather((value, fault))
+        for rank, (_, its_fault) in enumerate(told):
+            if its_fault is not None:
+                raise type(its_fault)(f"rank {rank}: {its_fault}") from fault
+        return [its for its, _ in told]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks of the world, in rank order. Collective."""

@@ -36,7 +36,7 @@ class Group:
         traceback: traceback of the first exception, with the files and lines of the user's functions, or ``None``.
         rejected: mean reward of each group that ``keep`` rejected between the previous group and this one.
         cancelled: number of groups that were given up with this batch, because a later one may not have them. The first group of a batch on
-            each rank counts them.
+            each rank counts them, and those of earlier batches to which its rank gave no group.
         position: position in the global batch, from 0. Set when the batch is complete.
     """
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from areal.inference.protocol import RolloutClient
 from areal.trainer.rollout.episodes import Episode
-from areal.trainer.rollout.order import NOTHING_PLAYED, Share, order_of, resharded
+from areal.trainer.rollout.order import NOTHING_PLAYED, Share, equal_counts, order_of, position_of, resharded
 from areal.trainer.rollout.plan import Group, Items, Keep, Plan
 from areal.trainer.rollout.seeded import SeededClient
 from areal.trainer.rollout.sequence import Sequence
@@ -38,7 +38,8 @@ class Runner:
     """Runs episodes in a separate thread. The first call of :meth:`advance` starts them.
 
     This rank runs every ``size``-th group of a batch, starting with number ``rank``. A batch has the same items and seeds on any number of
-    ranks, unless ``keep`` replaces groups.
+    ranks, unless ``keep`` replaces groups. With ``Plan.in_order=False`` and a staleness, ranks whose groups are complete give more of them to a
+    batch than others, and play more of the run.
 
     One rank can run all groups, for example if it owns all inference servers. On this rank, ``max_concurrent`` limits the episodes of the
     whole run, and all rewards are computed there: see :class:`~areal.trainer.rollout.rewards.RewardPool`.
@@ -151,34 +152,58 @@ class Runner:
             self._trained, self._waits = trained, False
         self._soon(self._start_allowed)
 
-    def next_batch(self, timeout: float | None = None) -> list[Group]:
+    def complete_groups(self, seconds: float) -> list[tuple[int, int]]:
+        """Wait until a group ends, for at most ``seconds``, and return those that the next batch could have from this rank, in this order.
+
+        Returns:
+            Number of batches trained on when each group began, and its index. At most as many groups as a batch has.
+
+        Raises:
+            RuntimeError: as in :meth:`next_batch`.
+        """
+        share = self._share()
+        with self._changed:
+            if seconds and self.plays and self._fault is None and not self._closed:
+                self._changed.wait(seconds)
+            self._raise_if_over()
+            numbers = self._order.complete()[: self.plan.groups]
+            return [(self._order.waiting[number].begun, share.index(number)) for number in numbers]
+
+    def next_batch(
+        self, timeout: float | None = None, counts: collections.abc.Sequence[int] | None = None
+    ) -> list[Group]:
         """Wait for this rank's groups of the next batch, and return them in order. Without a client, there are none.
 
         Args:
             timeout: seconds to wait; ``None`` waits without limit.
+            counts: how many groups each rank that runs episodes gives to the batch. By default :attr:`per_batch` of each.
 
         Raises:
             TimeoutError: the groups are not complete after ``timeout`` seconds.
             RuntimeError: the runner is closed, an item or ``keep`` raised, or ``keep`` rejected too many groups.
         """
-        share = self._share()
+        counts = equal_counts(self.size, self.plan.groups) if counts is None else counts
+        count = counts[self.rank] if self.plays else 0
 
         def is_over() -> bool:
-            return self._order.select(share) is not None or self._fault is not None or self._closed
+            return self._order.select(count) is not None or self._fault is not None or self._closed
 
         with self._changed:
             if self.plays and not self._changed.wait_for(is_over, timeout):
                 raise TimeoutError(f"no batch after {timeout} s: {len(self._order.running)} groups are being played")
-            if self._fault is not None:
-                raise RuntimeError(f"a group could not be played: {self._fault}") from self._fault
-            taken = (self._order.take(share) if self.plays else ([], [])) if not self._closed else None
-            if taken is None:
-                raise RuntimeError("the runner is closed")
-        groups, late = taken
+            self._raise_if_over()
+            groups, late = (self._order.take(count) if self.plays else None) or ([], [])
         if late:
             self._soon(lambda: self._cancel(frozenset(late)))
         # Not from the index: replacements have indices of later batches.
-        return [replace(group, position=place * self.size + self.rank) for place, group in enumerate(groups)]
+        return [replace(each, position=position_of(i, self.rank, counts)) for i, each in enumerate(groups)]
+
+    def _raise_if_over(self) -> None:
+        """Raise a ``RuntimeError`` if no further batch can be had."""
+        if self._fault is not None:
+            raise RuntimeError(f"a group could not be played: {self._fault}") from self._fault
+        if self._closed:
+            raise RuntimeError("the runner is closed")
 
     def at_close(self, function: Callable[[], object]) -> None:
         """Call ``function`` when the runner is closed."""
@@ -227,7 +252,7 @@ class Runner:
         with self._changed:
             self._life, self._waits, self._fault = self._life + 1, True, None
             self._trained = state["trained"]
-            self._order.load(state)
+            self._order.load(state, self._share())
         # Before any that advance starts: the event loop runs its callbacks in order.
         self._soon(lambda: [task.cancel() for task in self._tasks])
 

@@ -55,10 +55,18 @@ class Received:
         monkeypatch.setattr(dist, "irecv", counted_receive)
 
 
+class Hanging(Client):
+    """Never answers."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        await asyncio.sleep(1e6)
+        raise AssertionError
+
+
 @contextmanager
-def running(plan: Plan, *, plays: bool = True, **place: int) -> Iterator[Runner]:
+def running(plan: Plan, *, plays: bool = True, client: type[Client] = Client, **place: int) -> Iterator[Runner]:
     episode = SingleTurn(lambda item: [item], lambda item, answer: 1.0, Sampling())
-    runner = Runner(Client() if plays else None, episode, range(100), plan, **place)
+    runner = Runner(client() if plays else None, episode, range(100), plan, **place)
     try:
         yield runner
     finally:
@@ -108,10 +116,31 @@ def test_runner_without_trainer_plays_its_ranks_groups() -> None:
         assert [group.index for group in runner.next_batch(timeout=60)] == [world().rank, world().rank + 2]
 
 
-@pytest.mark.world(2)
-def test_error_of_one_runner_is_raised_on_all_ranks() -> None:
+@pytest.mark.world(2, 4)
+def test_batch_has_the_groups_of_the_ranks_that_have_them() -> None:
+    """Those of a rank that hangs are missing, and all coordinates have equally many. The last of four ranks plays none."""
     init_default_group()
-    with running(Plan(groups=4)) as runner:
+    rank, size = world().rank, world().size
+    plan = Plan(groups=8, max_staleness=2, in_order=False, shuffle=False)
+    with running(plan, plays=rank < 3, client=Hanging if rank == 1 else Client) as runner:
+        exchange = RolloutExchange(runner, rank)
+        played = []
+        for step in range(2):
+            runner.advance(step)
+            played.append([(group.index, group.position) for group in exchange.next_groups(timeout=60)])
+    assert [sorted(position for _, position in its) for its in played] == [list(range(rank, 8, size))] * 2
+    of_all: list[Any] = [None] * size
+    dist.all_gather_object(of_all, [index for its in played for index, _ in its])
+    indices = [index for its in of_all for index in its]
+    assert len(set(indices)) == 16
+    assert all(index % 8 % runner.size != 1 for index in indices)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_error_of_one_runner_is_raised_on_all_ranks(in_order: bool) -> None:
+    init_default_group()
+    with running(Plan(groups=4, max_staleness=1, in_order=in_order)) as runner:
         exchange = RolloutExchange(runner, world().rank)
         runner.advance(0)
         if world().rank == 1:

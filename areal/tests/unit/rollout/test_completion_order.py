@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -12,52 +11,12 @@ import pytest
 
 from areal.inference.protocol import Completion, Sampling
 from areal.tests.harness.world import record
-from areal.tests.unit.rollout.runs import Client, batches, episode, tokens
+from areal.tests.unit.rollout.long_tail import TRAINING, Slow, oldest, plan, reward
+from areal.tests.unit.rollout.runs import batches, episode, tokens
 from areal.tests.unit.rollout.virtual_time import on_loop, train, virtual_runner
 from areal.trainer.rollout.exchange import set_runner_state
 from areal.trainer.rollout.plan import Group, Plan
 from areal.trainer.rollout.report import RolloutReport
-
-TRAINING = 2.0
-"""Seconds of a step. An answer takes one on average."""
-
-NEVER = 1e9
-
-
-async def reward(item: int, answer: Completion) -> float:
-    """On the event loop: a thread would take time of another clock."""
-    return 1.0
-
-
-class Slow(Client):
-    """Answers of four tokens, each with the version at its time, after a log-normal time of mean 1 that depends on the seed."""
-
-    def __init__(self, endless: int | None = None) -> None:
-        super().__init__()
-        self.version, self.endless = 0, endless
-        self.cancelled: list[int] = []
-
-    def sync(self, version: int) -> None:
-        self.version = version
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        item, seed = prompt_ids[0], sampling.seed
-        assert seed is not None
-        seconds = random.Random(seed).lognormvariate(-0.5, 1.0)
-        versions = []
-        try:
-            for _ in range(4):
-                await asyncio.sleep(NEVER if item == self.endless else seconds / 4)
-                versions.append(self.version)
-        except asyncio.CancelledError:
-            self.cancelled.append(item)
-            raise
-        return Completion((item, seed, 1, 2), (-1.0,) * 4, tuple(versions), "stop")
-
-
-def plan(**changes: Any) -> Plan:
-    fields = {"groups": 16, "group_size": 8, "max_staleness": 2, "max_concurrent": 1000, "shuffle": False, "seed": 1}
-    return Plan(**fields | {"in_order": False} | changes)
 
 
 def play(made: Plan, steps: int = 40, client: Slow | None = None, items: int = 10_000) -> tuple[float, list[Any]]:
@@ -66,10 +25,6 @@ def play(made: Plan, steps: int = 40, client: Slow | None = None, items: int = 1
     with closing(virtual_runner(client, episode(reward), range(items), made)) as runner:
         idle = train(runner, range(steps), TRAINING, lambda step, groups: played.append(groups), client.sync)
     return idle, played
-
-
-def oldest(group: Group) -> int:
-    return min(sequence.oldest_version(NEVER) for sequence in group.sequences)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

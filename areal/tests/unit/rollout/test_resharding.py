@@ -36,16 +36,16 @@ def trained_on(ranks: list[Rank], plan: Plan, steps: range, salt: int) -> list[i
     used: list[int] = []
     for trained in steps:
         begin(ranks, trained)
-        while any(order.select(share) is None for order, share in ranks):
+        while any(order.select(share.per_batch) is None for order, share in ranks):
             assert any(order.running for order, _ in ranks), f"batch {trained} is never complete"
             for order, share in ranks:
                 for number in list(order.running):
                     end((order, share), number, salt)
             begin(ranks, trained)
         for order, share in ranks:
-            batch = [order.waiting[number] for number in order.select(share) or ()]
+            batch = [order.waiting[number] for number in order.select(share.per_batch) or ()]
             assert all(trained - each.begun <= plan.max_staleness for each in batch if isinstance(each.played, Group))
-            groups, _ = order.take(share) or ([], [])
+            groups, _ = order.take(share.per_batch) or ([], [])
             assert len(groups) == share.per_batch
             used += [group.index for group in groups]
     begin(ranks, steps.stop)
@@ -74,6 +74,6 @@ def test_every_batch_is_played_within_the_bound(before: int, after: int, in_orde
         states = [state_of(order, 6) for order, _ in ranks]
         others = ranks_of(plan, after)
         for order, share in others:
-            order.load(resharded(states, share, plan))
+            order.load(resharded(states, share, plan), share)
         used += trained_on(others, plan, range(6, 10), salt)
         assert len(used) == len(set(used)) == 10 * plan.groups

@@ -45,7 +45,12 @@ def virtual_runner(*args: Any, **options: Any) -> Runner:
 
 
 def train(
-    runner: Runner, steps: range, seconds: float, each: Callable[[int, list[Group]], None], sync: Callable[[int], None]
+    runner: Runner,
+    steps: range,
+    seconds: float,
+    each: Callable[[int, list[Group]], None],
+    sync: Callable[[int], None],
+    next_groups: Callable[[float], list[Group]] | None = None,
 ) -> float:
     """Train on batches, on the runner's clock.
 
@@ -55,6 +60,7 @@ def train(
         seconds: time of a step.
         each: gets the number of each batch, and the batch.
         sync: called with the number of batches trained on, before the runner advances.
+        next_groups: returns the next batch, from a time limit. Defaults to the runner's own groups.
 
     Returns:
         Fraction of the time in which the trainer waited for a batch.
@@ -65,7 +71,7 @@ def train(
         sync(steps.start)
         runner.advance(steps.start)
         for step in steps:
-            while (groups := _taken(runner)) is None:
+            while (groups := _taken(next_groups or runner.next_batch)) is None:
                 await asyncio.sleep(POLL)
                 idle += POLL
             each(step, groups)
@@ -86,8 +92,8 @@ POLL = 0.02
 """Seconds between two looks at a runner, on its clock."""
 
 
-def _taken(runner: Runner) -> list[Group] | None:
+def _taken(next_groups: Callable[[float], list[Group]]) -> list[Group] | None:
     try:
-        return runner.next_batch(timeout=0)
+        return next_groups(0.0)
     except TimeoutError:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from areal.trainer.rollout.order.group_order import GroupOrder
-from areal.trainer.rollout.order.shares import Share
 from areal.trainer.rollout.plan import Group
 
 
@@ -14,12 +13,11 @@ class CompletionOrder(GroupOrder):
     given up, and another one begins. With ``Plan.partial_answers`` it goes on instead, and may be in any batch.
     """
 
-    def select(self, share: Share) -> list[int] | None:
+    def select(self, count: int) -> list[int] | None:
         """Return the complete groups that began first."""
-        kept = sorted(number for number, each in self.waiting.items() if isinstance(each.played, Group))
-        if len(kept) < share.per_batch:
+        kept = self.complete()[:count]
+        if len(kept) < count:
             return None
-        kept = kept[: share.per_batch]
         last = kept[-1] if kept else -1
         before = [
             number for number, each in self.waiting.items() if number < last and not isinstance(each.played, Group)

@@ -14,7 +14,7 @@ from areal.trainer.rollout.plan import Group, Plan
 NOTHING_PLAYED: dict[str, Any] = {
     "trained": 0,
     "consumed": 0,
-    "rejected": 0,
+    "batches": 0,
     "waiting": [],
     "numbers": [],
     "begun": [],
@@ -58,7 +58,8 @@ class GroupOrder(ABC):
         self._ahead: set[int] = set()  # groups that are done, from there on
         self._next = 0  # the next group to begin, after those that begin again
         self._again: list[int] = []  # groups that a loaded run had begun and that had not ended, the last one first
-        self._kept = 0  # groups consumed, without those that were rejected
+        self._batches = 0  # batches consumed, over all ranks
+        self._given_up = 0  # groups given up since this rank's last group of a batch
 
     # ---- the run
 
@@ -69,9 +70,11 @@ class GroupOrder(ABC):
             trained: number of batches trained on, whose weights generate.
             share: groups of this rank.
         """
-        if not share.per_batch or self._kept // share.per_batch > trained + self._plan.max_staleness:
+        batches = trained + self._plan.max_staleness + 1 - self._batches
+        if batches <= 0:
             return None  # the next batch would be trained on more updates later than the bound
-        room = (trained + self._plan.max_staleness + 1) * share.per_batch - self._kept + share.of(self._plan.oversample)
+        # Also if the rank gave more or fewer groups than that to earlier batches.
+        room = batches * share.per_batch + share.of(self._plan.oversample) if share.per_batch else 0
         if len(self.running) + len(self.waiting) - self.rejected >= room:
             return None
         if self._again:
@@ -93,25 +96,33 @@ class GroupOrder(ABC):
         """Number of groups among those that wait that ``keep`` rejected."""
         return sum(not isinstance(each.played, Group) for each in self.waiting.values())
 
+    def complete(self) -> list[int]:
+        """Return the numbers of the groups that wait and were not rejected, ascending."""
+        return sorted(number for number, each in self.waiting.items() if isinstance(each.played, Group))
+
     @abstractmethod
-    def select(self, share: Share) -> list[int] | None:
-        """Return the numbers that the next batch consumes, ascending and with those rejected before them, or ``None`` if it is not complete."""
+    def select(self, count: int) -> list[int] | None:
+        """Return the numbers that the next batch consumes, ascending and with those rejected before them, or ``None`` if it is not complete.
+
+        Args:
+            count: number of groups that this rank gives to the batch.
+        """
 
     def too_late(self, batch: int) -> list[int]:
         """Return the numbers of groups that may not be in a batch after ``batch``. Called when that one was consumed."""
         return []
 
-    def take(self, share: Share) -> tuple[list[Group], list[int]] | None:
+    def take(self, count: int) -> tuple[list[Group], list[int]] | None:
         """Consume the next batch.
 
         Args:
-            share: groups of this rank.
+            count: number of groups that this rank gives to it.
 
         Returns:
-            Its groups in order, with rewards of those that were rejected before them, the first with the number of those that were given up;
+            These groups in order, with rewards of those that were rejected before them, the first with the number of those that were given up;
             and the numbers of groups to cancel. ``None`` if the batch is not complete.
         """
-        numbers = self.select(share)
+        numbers = self.select(count)
         if numbers is None:
             return None
         groups: list[Group] = []
@@ -123,14 +134,16 @@ class GroupOrder(ABC):
                 rejected = []
             else:
                 rejected.append(played)
-        late = self.too_late(self._kept // share.per_batch) if share.per_batch else []
-        self._kept += len(groups)
+        late = self.too_late(self._batches)
+        self._batches += 1
         self._finish(numbers + late)
         cancelled = [number for number in late if self.running.pop(number, None) is not None]
         for number in late:
             self.waiting.pop(number, None)
-        if late:
-            groups[0] = replace(groups[0], cancelled=len(late))
+        self._given_up += len(late)
+        if groups:
+            groups[0] = replace(groups[0], cancelled=self._given_up)
+            self._given_up = 0
         return groups, cancelled
 
     def _finish(self, numbers: list[int]) -> None:
@@ -145,18 +158,22 @@ class GroupOrder(ABC):
     def state(self) -> dict[str, Any]:
         """Return the state without copying groups: ``waiting`` has them. Groups that run are not in it, and begin again."""
         numbers = sorted(self.waiting)
-        done = self._floor + len(self._ahead)
         return {
             "consumed": self._floor,
-            "rejected": done - self._kept + self.rejected,
+            "batches": self._batches,
             "waiting": [self.waiting[number].played for number in numbers],
             "numbers": numbers,
             "begun": [self.waiting[number].begun for number in numbers],
             "ahead": sorted(self._ahead),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state whose ``waiting`` has the states of groups. Groups that ran when it was saved are the first to begin."""
+    def load(self, state: Mapping[str, Any], share: Share) -> None:
+        """Continue from a state whose ``waiting`` has the states of groups. Groups that ran when it was saved are the first to begin.
+
+        Args:
+            state: state of this rank.
+            share: groups of this rank.
+        """
         # Earlier releases saved None for a replaced group, and consecutive groups only.
         played = [
             Group.of_state(each) if isinstance(each, dict) else math.nan if each is None else each
@@ -168,7 +185,7 @@ class GroupOrder(ABC):
             number: Waiting(each, trained) for number, each, trained in zip(numbers, played, begun, strict=True)
         }
         self.running, self._floor, self._ahead = {}, state["consumed"], set(state.get("ahead", ()))
-        self._kept = self._floor + len(self._ahead) - state["rejected"] + self.rejected
+        self._batches, self._given_up = batches_of(state, share), 0
         known = self._ahead | set(numbers)
         self._next = max(known, default=self._floor - 1) + 1
         self._again = [number for number in reversed(range(self._floor, self._next)) if number not in known]
@@ -183,3 +200,11 @@ def numbers_of(state: Mapping[str, Any]) -> list[int]:
 def begun_of(state: Mapping[str, Any]) -> list[int]:
     """Return the number of batches trained on when each group that waits began; 0 if an earlier release saved the state, which has none."""
     return list(state.get("begun") or [0] * len(state["waiting"]))
+
+
+def batches_of(state: Mapping[str, Any], share: Share) -> int:
+    """Return the number of batches that a rank's state has consumed. In states of earlier releases each has the same number of its groups."""
+    if "batches" in state or not share.per_batch:
+        return state.get("batches", state["trained"])
+    rejected = sum(not isinstance(played, dict) for played in state["waiting"])
+    return (state["consumed"] + len(state.get("ahead", ())) - state["rejected"] + rejected) // share.per_batch

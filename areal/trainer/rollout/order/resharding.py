@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal.trainer.rollout.order.group_order import NOTHING_PLAYED, begun_of, numbers_of
+from areal.trainer.rollout.order.group_order import NOTHING_PLAYED, batches_of, begun_of, numbers_of
 from areal.trainer.rollout.order.shares import Share
 from areal.trainer.rollout.plan import Plan
 
@@ -33,8 +33,7 @@ def resharded(states: Sequence[Mapping[str, Any]], share: Share, plan: Plan) -> 
         done.update(old.index(number) for number in (*range(state["consumed"]), *ahead))
         for number, played, its in zip(numbers, state["waiting"], begun_of(state), strict=True):
             waiting[old.index(number)] = played, its
-        rejected = sum(not isinstance(played, dict) for played in state["waiting"])
-        batches = (state["consumed"] + len(ahead) - state["rejected"] + rejected) // old.per_batch
+        batches = batches_of(state, old)
     if not share.per_batch:
         return NOTHING_PLAYED | {"trained": trained}
     # This rank's groups up to the last one that is known.
@@ -57,8 +56,7 @@ def resharded(states: Sequence[Mapping[str, Any]], share: Share, plan: Plan) -> 
     return {
         "trained": trained,
         "consumed": floor,
-        # Such that as many groups count as consumed as batches have: ranks may have replaced different numbers of groups.
-        "rejected": len(finished) - batches * share.per_batch + sum(not isinstance(each, dict) for each, _ in known),
+        "batches": batches,
         "waiting": [played for played, _ in known],
         "numbers": mine,
         "begun": [begun for _, begun in known],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from areal.trainer.rollout.order.group_order import GroupOrder
-from areal.trainer.rollout.order.shares import Share
 from areal.trainer.rollout.plan import Group
 
 
@@ -14,11 +13,11 @@ class StartOrder(GroupOrder):
     trained on more than ``k`` updates after it began.
     """
 
-    def select(self, share: Share) -> list[int] | None:
+    def select(self, count: int) -> list[int] | None:
         """Return the first groups that are not done, until enough of them are kept."""
         numbers: list[int] = []
         kept, number = 0, self._floor
-        while kept < share.per_batch:
+        while kept < count:
             if number not in self._ahead:
                 if number not in self.waiting:
                     return None

@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 from areal.tests.mutants.planting import Function, mutant
+from areal.trainer.rollout.order import equal_counts
 
 ORDER = "unit/rollout/test_completion_order.py::{}"
+RANKS = "unit/rollout/test_ranks_that_complete.py::{}"
 
 
 @mutant(
@@ -36,11 +38,7 @@ def bound_of_one_update_more(right: Function) -> Function:
 def consumed_groups_played_again(right: Function) -> Function:
     """A resumed run plays groups again that were consumed before one that had begun earlier."""
 
-    def wrong(self: Any) -> Any:
-        state = right(self)
-        return state | {"ahead": [], "rejected": state["rejected"] - len(state["ahead"])}
-
-    return wrong
+    return lambda self: right(self) | {"ahead": []}
 
 
 @mutant(
@@ -50,8 +48,8 @@ def consumed_groups_played_again(right: Function) -> Function:
 def running_groups_not_played_again(right: Function) -> Function:
     """A resumed run leaves out groups that were being played when the state was saved."""
 
-    def wrong(self: Any, state: Any) -> None:
-        right(self, state)
+    def wrong(self: Any, state: Any, share: Any) -> None:
+        right(self, state, share)
         self._finish(self._again)
         self._again = []
 
@@ -83,3 +81,28 @@ def old_tokens_of_partial_answers_trained(right: Function) -> Function:
 def groups_that_wait_are_taken_over_at_any_place(right: Function) -> Function:
     """A run on another number of ranks keeps groups that are beyond the bound now, or behind more groups than may begin."""
     return lambda states, share, plan: right(states, share, dataclasses.replace(plan, in_order=False))
+
+
+@mutant(
+    "areal.trainer.rollout.order.shares:counts_of_complete",
+    RANKS.format("test_trainer_hardly_waits_for_any_rank[16-cancelled]"),
+    RANKS.format("test_slow_rank_gives_fewer_groups"),
+)
+def batches_of_equal_numbers(right: Function) -> Function:
+    """A batch waits until each rank has its share of the groups."""
+
+    def wrong(complete: Any, groups: int) -> Any:
+        counts = equal_counts(len(complete), groups)
+        return counts if all(len(its) >= count for its, count in zip(complete, counts, strict=True)) else None
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.order.shares:position_of",
+    RANKS.format("test_positions_are_those_of_a_batch[counts1]"),
+    RANKS.format("test_slow_rank_gives_fewer_groups"),
+)
+def positions_of_equal_numbers(right: Function) -> Function:
+    """Positions are those of ranks that give equally many groups, so that some coordinates train on more than others."""
+    return lambda place, rank, counts: place * len(counts) + rank

@@ -117,7 +117,7 @@ def waiting_groups_lost_by_a_new_owner(right: Function) -> Function:
         state = right(self, states)
         done = {*state["ahead"], *state["numbers"]}
         lost = {"waiting": [], "numbers": [], "begun": []}
-        return state | lost | {"ahead": sorted(done), "rejected": state["rejected"] + len(state["numbers"])}
+        return state | lost | {"ahead": sorted(done)}
 
     return wrong
 
@@ -160,8 +160,8 @@ def hanging_reward_keeps_its_thread(right: Function) -> Function:
 def position_from_index(right: Function) -> Function:
     """A replacement has the position of its index, which another group of the batch may have, too."""
 
-    def planted(self: Any, timeout: float | None = None) -> Any:
-        return [dataclasses.replace(g, position=g.index % self.plan.groups) for g in right(self, timeout)]
+    def planted(self: Any, *args: Any, **options: Any) -> Any:
+        return [dataclasses.replace(g, position=g.index % self.plan.groups) for g in right(self, *args, **options)]
 
     return planted
 
