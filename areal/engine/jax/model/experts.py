@@ -1,7 +1,8 @@
 """The feed-forward of a mixture of experts: every token is computed by the experts that its router chose; none is dropped.
 
 Tokens are sorted by expert, so that each expert multiplies consecutive rows (Gale et al., 2023). With ``ep`` and ``tp``, a rank holds
-some of the experts, computes the tokens that chose them, and the results of the ranks are summed.
+some of the experts, computes the tokens that chose them, and the results of the ranks are summed. With ``ep`` its experts may be chosen
+by any token of several ranks: it computes as many rows at a time as its own tokens have.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ def routed_feed_forward(
     if sizes.normalized:
         scores /= scores.sum(-1, keepdims=True)
     axes = expert_axes(spec.mesh, sizes.n_experts)
-    reduce = spec.numbers.reduce if spec.trained else None
+    reduce, ranks = spec.numbers.reduce if spec.trained else None, spec.mesh.shape["ep"]
 
     def of_device(x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
         # The tokens of all ranks that share the experts, then of each rank its own again.
         x, chosen, scores = (lax.all_gather(each[0], "ep", tiled=True) for each in (x, chosen, scores))
         first = lax.axis_index(axes) * len(gate_up)
-        out = _experts(reduce, x, chosen - first, scores, gate_up, down)
+        compute = functools.partial(_in_passes, chosen.size // ranks) if ranks > 1 else _experts
+        out = compute(reduce, x, chosen - first, scores, gate_up, down)
         out = lax.psum_scatter(out, "ep", tiled=True)
         return (lax.psum(out, "tp") if "tp" in axes else out)[None]
 
@@ -80,12 +82,94 @@ def _keeping_own_tokens(spec: ModelSpec, run: Callable[..., Array]) -> Callable[
 def _experts(reduce: str | None, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
     """Compute the experts ``0 <= chosen < E`` of a device for tokens ``[T, H]``; others belong to another device."""
     n_experts, per_token = len(gate_up), chosen.shape[1]
+    order, counts = _by_expert(chosen, n_experts)
+    tokens = order // per_token
+    return jnp.zeros_like(x).at[tokens].add(_rows(reduce, counts, x[tokens], scores.reshape(-1)[order], gate_up, down))
+
+
+def _by_expert(chosen: Array, n_experts: int) -> tuple[Array, Array]:
+    """Return the indices of all choices ``[T, K]``, sorted by expert, then those of other devices; and the number of each expert's."""
     expert = jnp.where((chosen >= 0) & (chosen < n_experts), chosen, n_experts).reshape(-1)
-    order = jnp.argsort(expert)
-    tokens, counts = order // per_token, jnp.bincount(expert, length=n_experts + 1)[:-1].astype(jnp.int32)
-    gate, up = jnp.split(grouped_linear(x[tokens], gate_up, counts, reduce), 2, -1)
-    out = grouped_linear(jax.nn.silu(gate) * up, down, counts, reduce)
-    return jnp.zeros_like(x).at[tokens].add(out * scores.reshape(-1)[order, None])
+    return jnp.argsort(expert), jnp.bincount(expert, length=n_experts + 1)[:-1].astype(jnp.int32)
+
+
+def _rows(reduce: str | None, counts: Array, x: Array, scores: Array, gate_up: Array, down: Array) -> Array:
+    """Return the weighted outputs of rows ``[N, H]``, sorted by expert."""
+    gate, up = jnp.split(grouped_linear(x, gate_up, counts, reduce), 2, -1)
+    return grouped_linear(jax.nn.silu(gate) * up, down, counts, reduce) * scores[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_passes(
+    rows: int, reduce: str | None, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array
+) -> Array:
+    """Compute :func:`_experts`, ``rows`` rows at a time, in as many passes as there are rows. The backward computes them again."""
+    n_passes, of_pass = _passes(rows, chosen, len(gate_up))
+
+    def add(i: Array, out: Array) -> Array:
+        choices, tokens, counts = of_pass(i)
+        return out.at[tokens].add(_rows(reduce, counts, x[tokens], scores.reshape(-1)[choices], gate_up, down))
+
+    return lax.fori_loop(0, n_passes, add, jnp.zeros_like(x))
+
+
+def _passes_forward(rows: int, reduce: str | None, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _in_passes(rows, reduce, *inputs), inputs
+
+
+def _passes_backward(
+    rows: int, reduce: str | None, inputs: tuple[Array, ...], grad: Array
+) -> tuple[Array, None, Array, Array | None, Array | None]:
+    x, chosen, scores, *weights = inputs
+    n_passes, of_pass = _passes(rows, chosen, len(weights[0]))
+    # Gradients of weights are summed over passes in the dtype of the reduction, if it is wider.
+    wide = [w if reduce is None else w.astype(jnp.promote_types(w.dtype, reduce)) for w in weights]
+    trained = [] if reduce is None else wide
+
+    def add(i: Array, sums: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
+        of_x, of_scores, of_weights = sums
+        choices, tokens, counts = of_pass(i)
+
+        def run(x: Array, scores: Array, trained: list[Array]) -> Array:
+            return _rows(reduce, counts, x, scores, *(trained or wide))
+
+        _, pull = jax.vjp(run, x[tokens], scores.reshape(-1)[choices], trained)
+        to_x, to_scores, to_weights = pull(grad[tokens])
+        return (
+            of_x.at[tokens].add(to_x),
+            of_scores.at[choices].set(to_scores),
+            jax.tree.map(jnp.add, of_weights, to_weights),
+        )
+
+    zeros = jax.tree.map(jnp.zeros_like, (x, scores.reshape(-1), trained))
+    of_x, of_scores, sums = lax.fori_loop(0, n_passes, add, zeros)
+    of_weights = [total.astype(w.dtype) for total, w in zip(sums, weights, strict=True)] if trained else [None, None]
+    return of_x, None, of_scores.reshape(scores.shape), *of_weights
+
+
+_in_passes.defvjp(_passes_forward, _passes_backward)
+
+
+def _passes(rows: int, chosen: Array, n_experts: int) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
+    """Divide the choices of a device's experts.
+
+    Args:
+        rows: choices of a pass; divides their number.
+        chosen: int ``[T, K]``, as for :func:`_experts`.
+
+    Returns:
+        The number of passes, and a function that returns of a pass the indices of its choices, their tokens and the rows of each expert.
+    """
+    order, counts = _by_expert(chosen, n_experts)
+    ends = jnp.cumsum(counts)
+
+    def of_pass(i: Array) -> tuple[Array, Array, Array]:
+        first = i * rows
+        choices = lax.dynamic_slice_in_dim(order, first, rows)
+        of_experts = jnp.clip(ends, first, first + rows) - jnp.clip(ends - counts, first, first + rows)
+        return choices, choices // chosen.shape[1], of_experts.astype(jnp.int32)
+
+    return -(-ends[-1] // rows), of_pass
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from areal.engine.jax.model import experts
 from areal.engine.jax.model.experts import grouped_linear
 
 ROWS, EXPERTS, IN, OUT = 215, 6, 7, 5
@@ -48,6 +50,54 @@ def test_groups_of_rows_have_their_own_weights(case: str, platform: None) -> Non
         actual, pull = jax.vjp(lambda x, weight: grouped_linear(x, weight, jnp.asarray(counts), "float64"), x, weight)
         pairs = [(actual, expected), *zip(pull(cotangent), pull_expected(cotangent), strict=True)]
     assert max(float(abs(a - b).max()) for a, b in pairs) < 1e-12
+
+
+PASSES = {"no row": (6, 12, 0), "one pass": (0, 12, 1), "some passes": (0, 6, 2), "all rows": (0, 2, 4)}
+"""Experts that tokens choose among, of which the first two are the device's, and the passes that these need."""
+
+
+@pytest.mark.parametrize("reduce", ["float64", None])
+@pytest.mark.parametrize("case", PASSES)
+def test_rows_in_passes_are_those_of_one(case: str, reduce: str | None, platform: None) -> None:
+    low, high, n_passes = PASSES[case]
+    tokens, per_token, device_experts = 40, 2, 2
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(1), 6)
+        chosen = jnp.argsort(jax.random.uniform(keys[0], (tokens, high - low)))[:, :per_token] + low
+        shapes = ((tokens, IN), (tokens, per_token), (device_experts, 2 * OUT, IN), (device_experts, IN, OUT))
+        x, scores, *weights = (jax.random.normal(key, shape) for key, shape in zip(keys[1:], shapes, strict=False))
+        cotangent = jax.random.normal(keys[5], x.shape)
+        rows = chosen.size // 4
+        assert experts._passes(rows, chosen, device_experts)[0] == n_passes
+
+        def at_once(x: Array, scores: Array, *weights: Array) -> Array:
+            return experts._experts(reduce, x, chosen, scores, *weights)
+
+        def in_passes(x: Array, scores: Array, *weights: Array) -> Array:
+            return experts._in_passes(rows, reduce, x, chosen, scores, *weights)
+
+        (expected, pull_expected), (actual, pull) = (jax.vjp(run, x, scores, *weights) for run in (at_once, in_passes))
+        pairs = [(actual, expected), *zip(pull(cotangent), pull_expected(cotangent), strict=True)]
+    assert max(float(abs(a - b).max()) for a, b in pairs) < 1e-12
+    assert (float(abs(expected).max()) > 0) == (n_passes > 0)
+
+
+def test_sums_over_passes_have_the_dtype_of_the_reduction(platform: None) -> None:
+    """Parameters in bfloat16: each gradient is rounded once, not after each pass."""
+    tokens, per_token = 512, 2
+    keys = jax.random.split(jax.random.key(2), 5)
+    chosen = jnp.tile(jnp.arange(per_token), (tokens, 1))
+    shapes = ((tokens, IN), (tokens, per_token), (per_token, 2 * OUT, IN), (per_token, IN, OUT))
+    x, scores, *weights = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)
+    )
+
+    def gradients(rows: int, dtype: str) -> list[Array]:
+        run = functools.partial(experts._in_passes, rows, "float32", x, chosen, scores)
+        return jax.vjp(run, *(w.astype(dtype) for w in weights))[1](x)
+
+    for narrow, wide in zip(gradients(64, "bfloat16"), gradients(64, "float32"), strict=True):
+        np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from areal.api import MicroBatchSpec
 from areal.engine.jax import bridge
+from areal.engine.jax.ahead.devices import planned_devices
 from areal.engine.jax.ahead.programs import LOGPROBS, Programs
 from areal.engine.jax.mesh import AXES
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
@@ -30,7 +31,8 @@ from areal.engine.jax.model.products import Numbers
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.model.token_outputs import Rows, Wanted
 from areal.tests.grid.models import FAMILIES
-from areal.tests.harness.tiny import global_batch, loss, started
+from areal.tests.harness.processes import needs_own_world, succeed
+from areal.tests.harness.tiny import config, family_dir, global_batch, loss, started
 
 RANKS, TOKENS = 8, 128
 
@@ -93,6 +95,22 @@ def test_evaluation_keeps_no_logits() -> None:
 
 def test_rank_with_experts_of_others_keeps_its_own_tokens() -> None:
     assert residual_bytes(1, RANKS) <= 1.2 * residual_bytes(RANKS, 1)
+
+
+def compare_temporaries() -> None:
+    """Compare the memory of programs between their inputs and results, with experts spread over four devices and without."""
+    path = family_dir("qwen3_moe", hidden_size=64, num_experts=8, num_experts_per_tok=4)
+    devices = planned_devices("cpu:4")
+    found: dict[str, list[int]] = {}
+    for backend in ("jax:d4", "jax:e4"):
+        programs = Programs.of(config(backend, path=path), devices, 512).forward_and_backward()[:2]
+        found[backend] = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    assert all(own <= 1.5 * alone for own, alone in zip(found["jax:e4"], found["jax:d4"], strict=True)), found
+
+
+@needs_own_world
+def test_rank_with_experts_of_others_computes_as_many_rows_at_a_time_as_its_own() -> None:
+    succeed(1, compare_temporaries, timeout=240.0)
 
 
 def addresses(arrays: Sequence[jax.Array]) -> dict[int, int]:
