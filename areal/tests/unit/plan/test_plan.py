@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig
 from areal.api.parallel import ParallelDims
@@ -237,6 +239,19 @@ def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
     assert (tmp_path / "scaling.svg").read_text().startswith("<?xml")
 
 
+def test_muon_computes_whole_matrices() -> None:
+    muon = OptimizerConfig(type="muon", lr=1e-3)
+    planned, dims = job(layers=2, settings={**SETTINGS, "optimizer": muon}), ParallelDims.parse("fsdp:d1")
+    more = planned.plan(dims).slowest.trace.flops - job(layers=2).plan(dims).slowest.trace.flops
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(planned.model))
+    shapes = [sorted(x.shape) for name, x in model.named_parameters() if name.endswith("proj.weight")]
+    # Each step of Newton and Schulz has two products of the matrix, and one of its smaller side.
+    assert more == muon.muon.steps * sum(2 * (2 * small**2 * large + small**3) for small, large in shapes) > 0
+    # A rank has some of the matrices, and not of every layer.
+    assert planned.uniform_layers() is None
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -248,6 +263,12 @@ def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
         (["--backend", "fsdp:t2", "--topology", "v5p:2x2x1"], "it is for jax"),
         (["--backend", "fsdp:t2", "--sequence", "4096"], "less than one sequence of 4096"),
         (["--backend", "fsdp:t2", "fsdp.compile=true"], "fsdp.compile = True"),
+        (["--backend", "fsdp", "--layouts", "1", "fsdp.compile=true"], "fsdp.compile = True"),
+        pytest.param(
+            ["--backend", "megatron:t2", "optimizer.type=muon"],
+            "optimizer.type = 'muon': a plan does not support it; plan 'adamw', or the backend fsdp",
+            marks=NEEDS_CPU,
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
