@@ -86,13 +86,11 @@ def _print_plan(job: PlanJob, given: argparse.Namespace) -> None:
             )
             print("\n" + describe_plan(job.plan(dims), job), flush=True)
     if given.picture is not None and dims is not None:
-        base = dataclasses.replace(dims, dp_shard=1, ep=1)
-        plans = [
-            job.plan(dataclasses.replace(with_world_size(base, world), ep=dims.ep), layers) for world in _worlds(dims)
-        ]
+        worlds, base = picture_worlds(dims), dataclasses.replace(dims, dp_shard=1, ep=1)
+        plans = [job.plan(dataclasses.replace(with_world_size(base, world), ep=dims.ep), layers) for world in worlds]
         title = f"{Path(job.model).name}, {dims} and more data-parallel ranks: predicted"
         import_module("areal.plan.scaling_picture").save_scaling(plans, given.picture, title)
-        print(f"\nweak scaling from {_worlds(dims)[0]} to {_worlds(dims)[-1]} ranks: {given.picture}")
+        print(f"\nweak scaling from {worlds[0]} to {worlds[-1]} ranks: {given.picture}")
 
 
 def _print_compiled(job: PlanJob, given: argparse.Namespace) -> None:
@@ -118,10 +116,20 @@ def _print_compiled(job: PlanJob, given: argparse.Namespace) -> None:
     print(compiled.describe_compiled(plan, job.memory))
 
 
-def _worlds(dims: ParallelDims) -> list[int]:
-    """Return the sizes of the worlds of the picture: those that the layout's degrees, except ``d``, divide."""
+def picture_worlds(dims: ParallelDims) -> list[int]:
+    """Return the sizes of the worlds of the picture: those that the layout's degrees, except ``d``, divide.
+
+    Raises:
+        ValueError: there are none.
+    """
     least = dims.world_size // dims.dp_shard
-    return [world for world in _WORLDS if world % least == 0 and (world // least * dims.cp) % dims.ep == 0]
+    worlds = [world for world in _WORLDS if world % least == 0 and (world // least * dims.cp) % dims.ep == 0]
+    if not worlds:
+        raise ValueError(
+            f"--picture with backend = '{dims}': its degrees divide no power of two from {_WORLDS[0]} to {_WORLDS[-1]} ranks; leave "
+            "--picture out, or choose others"
+        )
+    return worlds
 
 
 def _progress() -> Callable[[str], None]:

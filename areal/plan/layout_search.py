@@ -11,6 +11,7 @@ from areal.api.parallel import ParallelDims
 from areal.api.sections.fsdp import FSDPConfig
 from areal.api.sections.megatron import MegatronConfig
 from areal.engine.model.hub import experts_per_layer, read_config
+from areal.plan.engines.planned_step import NotPlannedError
 from areal.plan.hardware import Hardware
 from areal.plan.layout_plan import LayoutPlan, plan_layout
 from areal.plan.trace import Workload
@@ -81,6 +82,10 @@ class PlanJob:
 
     def uniform_layers(self) -> UniformLayers | None:
         """Return the layers of the model; ``None`` if they, their adapters or their memory differ, so that every layer must be run."""
+        optimizer = self.settings.get("optimizer")
+        # A rank computes whole matrices, whose number does not grow with every layer.
+        if optimizer is not None and OptimizerConfig.model_validate(optimizer).type == "muon":
+            return None
         if self.settings.get("lora") is not None:
             targets = LoRAConfig.model_validate(self.settings["lora"]).target_modules
             # A pattern, or a name with a dot, may select layers by their numbers.
@@ -184,6 +189,8 @@ def _fitting(job: PlanJob, dims: ParallelDims, layers: UniformLayers | None) -> 
                 smallest = workload.micro_batch
                 config = job.config(dims, workload, checkpointing)
                 plan = plan_layout(config, workload, job.hardware, job.memory, layers)
+            except NotPlannedError:
+                raise
             except ValueError:
                 return None
             if plan.largest.nbytes <= job.memory:

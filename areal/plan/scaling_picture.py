@@ -10,7 +10,7 @@ from areal.plan.layout_plan import LayoutPlan
 
 
 def save_scaling(plans: list[LayoutPlan], file: Path, title: str) -> None:
-    """Draw tokens per second and rank over the number of ranks, with the part of the communication that is not hidden.
+    """Draw tokens per second and rank over the number of ranks, each with its ratio to those of the smallest world.
 
     Args:
         plans: plans of one layout with more and more data-parallel ranks.

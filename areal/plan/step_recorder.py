@@ -25,16 +25,23 @@ from areal.utils.releases import fsdp_param_groups
 
 NAMES = {
     "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "allreduce_coalesced_": "all_reduce",
     "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "alltoall_base_": "all_to_all",
     "exchange_rows": "all_to_all",
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "recv",
+    # Of DTensor.
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
 }
 """Operations of torch -> names of collectives."""
 
@@ -46,6 +53,9 @@ _OF_BUFFERS = frozenset(
 )
 """Operations by which Megatron-Core gathers parameters and reduces gradients, in its buffers."""
 
+_CONTROL_PLANE = "undefined"
+"""Description of groups that were made without one."""
+
 _AXES = {"dp_shard_cp": "shards", "dp_replicate": "replicas", "edp": "expert shards", "expt_dp": "expert shards"}
 
 
@@ -54,7 +64,7 @@ class Collective(NamedTuple):
 
     Attributes:
         name: such as ``all_gather``.
-        axis: ``tp``, ``cp``, ``ep``, ``pp``, ``dp``, or one of :data:`SHARDED`.
+        axis: ``tp``, ``cp``, ``ep``, ``pp``, ``dp``, ``all`` for all ranks, or one of :data:`SHARDED`.
         size: number of ranks.
         stride: distance between neighbouring ranks.
     """
@@ -76,7 +86,8 @@ class CollectiveCalls:
 class StepRecorder(TorchDispatchMode):
     """Dispatch mode that records what runs inside on this rank.
 
-    Collectives of one rank, on the host (the control plane's) and of results of a pipeline (``broadcast``) are left out.
+    Collectives of one rank and of results of a pipeline (``broadcast``) are left out, and those of the control plane, which are on the host in
+    a group without a description. Others that it cannot count raise ``RuntimeError``.
 
     Args:
         simulate: answer collectives and reads of values instead of running them, for tensors without values.
@@ -112,7 +123,7 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        if func.namespace == "c10d" and name in NAMES:
+        if func.namespace == "c10d":
             return self._collective(func, name, args, kwargs)
         # The host reads a value, which a plan does not have: any that lets the step go on.
         if self._simulate and name == "_local_scalar_dense" and args[0].is_meta:
@@ -122,9 +133,11 @@ class StepRecorder(TorchDispatchMode):
             out = args[0].new_empty(args[1].shape[-1] * self._experts_per_token)
         else:
             out = func(*args, **kwargs)
-        if name == "exchange_rows":
-            self._count(name, _resolve_process_group(args[3]), max(args[0].nbytes, out.nbytes))
-        elif self._simulate:
+        group = _group_by_name(func, args, kwargs)
+        if group is not None:
+            sent, received = (sum(x.nbytes for x in pytree.tree_leaves(tensors)) for tensors in (args[0], out))
+            self._count(name, group, max(sent, received))
+        if self._simulate and name != "exchange_rows":
             self._operation(func, args, kwargs, out)
         return out
 
@@ -156,6 +169,9 @@ class StepRecorder(TorchDispatchMode):
         )
         buffers = [[x] if isinstance(x, Tensor) else x for x in args if isinstance(x, Tensor | list)]
         buffers = [[x for x in pytree.tree_leaves(tensors) if isinstance(x, Tensor)] for tensors in buffers]
+        on_host = all(x.device.type == "cpu" for x in pytree.tree_leaves(buffers))
+        if group.group_desc == _CONTROL_PLANE and on_host:
+            return func(*args, **kwargs)
         of_buffers = name in _OF_BUFFERS
         self._count(name, group, max(sum(x.nbytes for x in tensors) for tensors in buffers), of_buffers=of_buffers)
         if not self._simulate:
@@ -168,10 +184,22 @@ class StepRecorder(TorchDispatchMode):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _count(self, name: str, group: dist.ProcessGroup, nbytes: int, *, of_buffers: bool = False) -> None:
+        """Count a collective.
+
+        Raises:
+            RuntimeError: its kind or its group is not known.
+        """
+        if group.size() == 1:
+            return
         axis = _axis(group)
+        if axis is None or name not in NAMES:
+            raise RuntimeError(
+                f"{name} in group {group.group_desc!r}: a plan counts collectives in NAMES of groups mesh_*, grid_* and all_ranks; add it, or "
+                "name the group by group_desc"
+            )
         if of_buffers:
             axis = "expert shards" if axis == "expert shards" else "shards"
-        if axis is None or group.size() == 1 or NAMES[name] == "broadcast":
+        if NAMES[name] == "broadcast":
             return
         ranks = dist.get_process_group_ranks(group)
         calls = self.collectives.setdefault(
@@ -241,10 +269,22 @@ class StepRecorder(TorchDispatchMode):
                     self._set(local_part(gradient), "gradients")
 
 
-def _axis(group: dist.ProcessGroup) -> str | None:
-    """Return the axis of the device mesh, or of Megatron's grid, that a group belongs to.
+def _group_by_name(func: Any, args: Any, kwargs: Any) -> dist.ProcessGroup | None:
+    """Return the group of a collective whose argument is the group's name: ours, and those of DTensor. ``None`` for other operations."""
+    if func.namespace not in ("areal", "_c10d_functional"):
+        return None
+    given = {argument.name: x for argument, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    name = given.get("group") or given.get("group_name")
+    return None if name is None else _resolve_process_group(name)
 
-    ``None`` for other groups, such as the control plane's.
+
+def _axis(group: dist.ProcessGroup) -> str | None:
+    """Return the axis of the device mesh, or of Megatron's grid, that a group belongs to; ``all`` for the group of all ranks.
+
+    ``None`` for other groups.
     """
-    named = re.fullmatch(r"(?:mesh|grid)_([a-z_+]+?)(_\d+)?", group.group_desc)
-    return _AXES.get(named[1], named[1]) if named else None
+    named = re.fullmatch(r"(?:mesh|grid)_([a-z_+]+?)(_\d+)?|(all)_ranks", group.group_desc)
+    if named is None:
+        return None
+    axis: str = named[1] or named[3]
+    return _AXES.get(axis, axis)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 
 from areal.utils import platform
 from areal.utils.releases import fsdp_param_groups
@@ -67,6 +70,20 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, Box]:
             f"a shard of {tuple(local.shape)} where {tensor.placements} of {tuple(tensor.shape)} gives {shape}"
         )
     return local, tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def shard_box(tensor: Tensor, rank: int) -> Box:
+    """Return the box of another rank's shard in the full tensor. That rank may be in another mesh with the same axes."""
+    if not isinstance(tensor, DTensor):
+        return full_box(tensor.shape)
+    # Ranks of all meshes are a grid: along an axis, neighbours are equally far from each other.
+    ranks, coordinate = tensor.device_mesh.mesh, []
+    for axis, size in enumerate(ranks.shape):
+        line = ranks.movedim(axis, 0).reshape(size, -1)[:, 0].tolist()
+        coordinate.append(rank // (line[1] - line[0]) % size if size > 1 else 0)
+    sizes = tuple(ranks.shape)
+    shape, start = _compute_local_shape_and_global_offset(tensor.shape, sizes, coordinate, tensor.placements)
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
 @torch.no_grad()

@@ -12,9 +12,14 @@ from areal.api import MicroBatchList, TrainEngineConfig
 from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.fsdp.engine import FSDPEngine
 from areal.engine.torch.model_chunks import ModelChunks
+from areal.engine.torch.muon.matrices import matrices_of
+from areal.engine.torch.muon.optimizer import Muon
 from areal.engine.torch.random_init import materialize
-from areal.plan.engines.planned_step import PlannedStep, nothing, without_update
+from areal.plan.engines.matrix_parts import PartsOfRanks
+from areal.plan.engines.planned_step import NotPlannedError, PlannedStep, nothing, without_update
 from areal.plan.step_recorder import StepRecorder
+from areal.utils.dtensor import local_part
+from areal.utils.mesh import group_of_all_ranks
 from areal.utils.offload import expected_state_bytes, storage_bytes
 from areal.utils.releases import fsdp_param_groups
 
@@ -32,8 +37,9 @@ class PlannedEngine(PlannedStep, FSDPEngine):
         liger = None if config.fsdp.layer_kernels == "torch" else config.fsdp.layer_kernels
         for name, value in (("fsdp.compile", config.fsdp.compile), ("fsdp.layer_kernels", liger)):
             if value:
-                raise ValueError(f"{name} = {value!r}: a plan does not support it; leave it out to plan the rest")
+                raise NotPlannedError(name, value)
         super().__init__(config, memory)
+        self._matrices: list[nn.Parameter] = []
 
     def _fill(self, chunks: ModelChunks) -> None:
         for chunk in chunks:
@@ -46,7 +52,16 @@ class PlannedEngine(PlannedStep, FSDPEngine):
     def _torch_optimizer(
         self, chunks: ModelChunks, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig
     ) -> Optimizer:
-        return without_update(super()._torch_optimizer(chunks, named, config))
+        if config.type != "muon":
+            return without_update(super()._torch_optimizer(chunks, named, config))
+        # Muon's updates of matrices run, and the recorder counts them. Those of other parameters are AdamW's.
+        kinds = matrices_of(chunks.full_model, chunks.full_model.hf.config)
+        matrices = [(name, parameter) for name, parameter in named if name in kinds]
+        self._matrices = [parameter for _, parameter in matrices]
+        control = PartsOfRanks(matrices, self.dims.pp)
+        optimizer: Any = Muon(named, kinds, config, control, group_of_all_ranks(self._groups))
+        optimizer.step = optimizer.update_matrices
+        return optimizer  # type: ignore[no-any-return]
 
     @property
     def chunks(self) -> ModelChunks:
@@ -88,6 +103,6 @@ class PlannedEngine(PlannedStep, FSDPEngine):
         return {"parameters": self.parameter_bytes(), "gradients": 0, "optimizer": self.optimizer_bytes()}
 
     def update_bytes(self) -> int:
-        # AdamW reads parameters, gradients and state, and writes parameters and state.
-        state = self.optimizer_bytes()
-        return 3 * self.gradient_bytes() + 2 * state if state else 0
+        # AdamW reads parameters, gradients and state, and writes parameters and state. Muon's matrices have a momentum of their size.
+        state = self.optimizer_bytes() - sum(local_part(matrix).nbytes for matrix in self._matrices)
+        return 3 * (self.gradient_bytes() - storage_bytes(self._matrices)) + 2 * state if state else 0

@@ -17,7 +17,7 @@ from areal.engine.megatron.offload import expected_optimizer_bytes
 from areal.engine.megatron.optimizer.chained import distributed
 from areal.engine.megatron.optimizer.main_parameters import present_optimizers
 from areal.engine.megatron.weights import MegatronWeights
-from areal.plan.engines.planned_step import PlannedStep, without_update
+from areal.plan.engines.planned_step import NotPlannedError, PlannedStep, without_update
 from areal.plan.step_recorder import StepRecorder
 from areal.utils.offload import expected_state_bytes, storage_bytes
 
@@ -31,6 +31,10 @@ class PlannedMegatronEngine(PlannedStep, MegatronEngine):
     """
 
     def __init__(self, config: TrainEngineConfig, memory: int) -> None:
+        if config.optimizer is not None and config.optimizer.type == "muon":
+            # The parts of matrices in the buffers of other ranks are not known.
+            way_out = f"plan 'adamw', or the backend fsdp, instead of {config.backend}"
+            raise NotPlannedError("optimizer.type", "muon", way_out)
         super().__init__(config, memory)
         self._chained: Any = None
 

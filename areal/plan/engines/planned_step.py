@@ -15,6 +15,19 @@ from areal.engine.lora.adapter import Adapter
 from areal.plan.step_recorder import StepRecorder
 
 
+class NotPlannedError(ValueError):
+    """An option that a plan does not support.
+
+    Args:
+        option: name of the field.
+        value: its value.
+        way_out: what to do instead.
+    """
+
+    def __init__(self, option: str, value: object, way_out: str = "leave it out to plan the rest") -> None:
+        super().__init__(f"{option} = {value!r}: a plan does not support it; {way_out}")
+
+
 class PlannedStep(BaseTrainEngine):
     """An engine in :func:`~areal.plan.planned_world.planned_world`.
 

@@ -70,6 +70,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_type": ("torch:ScriptObject", _OLD),
     "_local_tensor": ("torch.distributed.tensor:DTensor", _OLD),
     "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", _OLD),
+    "_compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", _OLD),
     "_is_view": ("torch:Tensor", _OLD),
     "_foreach_mul_": ("torch", _OLD),
     "_foreach_norm": ("torch", _OLD),

@@ -42,7 +42,7 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         super().__init__([parameter for _, parameter in named], **adamw_settings(config), fused=True)
         shards: dict[Tensor, PartsOf] = {
-            parameter: functools.partial(_parts, name, local_shard(parameter)[1])
+            parameter: functools.partial(matrix_parts, name, local_shard(parameter)[1])
             for name, parameter in named
             if name in matrices
         }
@@ -58,11 +58,15 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter. Collective."""
-        self._matrices.step([self])
+        self.update_matrices()
         super().step()
 
+    def update_matrices(self) -> None:
+        """Update the matrices only, and release their gradients. Collective."""
+        self._matrices.step([self])
 
-def _parts(name: str, box: Box, x: Tensor) -> Iterator[tuple[Part, Tensor]]:
+
+def matrix_parts(name: str, box: Box, x: Tensor) -> Iterator[tuple[Part, Tensor]]:
     """Yield the parts of matrices in a shard ``x`` that is ``box`` of a parameter ``[rows, columns]``, or ``[matrices, rows, columns]``."""
     if not x.numel():
         return

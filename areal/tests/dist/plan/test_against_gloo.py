@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from areal.api import LoRAConfig, MicroBatchSpec
+from areal.api import LoRAConfig, MicroBatchSpec, OptimizerConfig
 from areal.plan.hardware import Hardware
 from areal.plan.step_recorder import Collective, CollectiveCalls, StepRecorder
 from areal.plan.trace import Trace, Workload, trace_step
@@ -18,6 +18,7 @@ from areal.tests.harness.world import no_world
 from areal.utils.functional import logprobs
 
 LENGTH = 16
+MUON = {"optimizer": OptimizerConfig(type="muon", lr=1e-3)}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "shards": ("fsdp:d4", "qwen3", {}),
     "replicas": ("fsdp:r2d2", "qwen3", {}),
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "adapters of parts": ("fsdp:d2t2", "qwen3", {"lora": LoRAConfig(rank=4)}),
     "adapters of stages": ("fsdp:d2p2", "qwen3", {"lora": LoRAConfig(rank=4)}),
+    "Muon": ("fsdp:d4", "qwen3", MUON),
+    "Muon of replicas": ("fsdp:r2d2", "qwen3", MUON),
+    "Muon of parts": ("fsdp:d2t2", "qwen3", MUON),
+    "Muon of stages": ("fsdp:d2p2", "qwen3", MUON),
+    "Muon of experts": ("fsdp:d2e2", "qwen3_moe", {**MUON, "dtype": "bfloat16"}),
     "experts": ("fsdp:d2e2", "qwen3_moe", {"dtype": "bfloat16"}),
     "experts over tokens": ("fsdp:d1c2e2", "qwen3_moe", {"dtype": "bfloat16"}),
     "Megatron's data": ("megatron:d4", "qwen3", {"dtype": "bfloat16"}),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig
 from areal.api.parallel import ParallelDims
-from areal.cli.plan import run_plan
+from areal.cli.plan import picture_worlds, run_plan
 from areal.engine.model.hub import read_config
 from areal.inference.http.group.reshard_plan import HeldPart, plan_resharding
 from areal.plan.hardware import Hardware
@@ -271,6 +273,50 @@ def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
     assert (tmp_path / "scaling.svg").read_text().startswith("<?xml")
 
 
+def test_command_draws_weak_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file, model = tmp_path / "scaling.svg", family_dir("qwen3", num_hidden_layers=4)
+    options = ["--model", model, "--backend", "fsdp:t2", "--world-size", "4", "--tokens-per-rank", "64"]
+    assert run_plan([*options, "--sequence", "64", "--layouts", "0", "--picture", str(file)]) == 0
+    assert f"weak scaling from 64 to 4096 ranks: {file}" in capsys.readouterr().out
+    # A comment in front of its glyphs has each text: the numbers of ranks come first. Each rate is that of the smallest world, nearly.
+    texts = re.findall("<!-- (.*?) -->", file.read_text())
+    assert texts[:8] == ["64", "128", "256", "512", "1,024", "2,048", "4,096", "ranks"]
+    assert texts[-1] == f"{Path(model).name}, fsdp:d2t2 and more data-parallel ranks: predicted"
+    assert len([text for text in texts if text.endswith("%")]) == 7
+
+
+@pytest.mark.parametrize(
+    ("backend", "worlds"),
+    [
+        ("fsdp:d2t2", [64, 128, 256, 512, 1024, 2048, 4096]),
+        ("fsdp:d2r4t8p8", [256, 512, 1024, 2048, 4096]),
+        ("fsdp:d512e256", [256, 512, 1024, 2048, 4096]),
+        ("fsdp:d256c2t2e256", [512, 1024, 2048, 4096]),
+    ],
+)
+def test_worlds_of_the_picture_are_multiples_of_the_layout(backend: str, worlds: list[int]) -> None:
+    assert picture_worlds(ParallelDims.parse(backend)) == worlds
+
+
+def test_picture_of_a_layout_that_divides_no_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="--picture with backend = 'fsdp:d4p3': its degrees divide no power of two"):
+        picture_worlds(ParallelDims.parse("fsdp:d4p3"))
+
+
+def test_muon_computes_whole_matrices() -> None:
+    muon = OptimizerConfig(type="muon", lr=1e-3)
+    planned, dims = job(layers=2, settings={**SETTINGS, "optimizer": muon}), ParallelDims.parse("fsdp:d1")
+    more = planned.plan(dims).slowest.trace.flops - job(layers=2).plan(dims).slowest.trace.flops
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(planned.model))
+    shapes = [sorted(x.shape) for name, x in model.named_parameters() if name.endswith("proj.weight")]
+    # Each step of Newton and Schulz has two products of the matrix, and one of its smaller side.
+    assert more == muon.muon.steps * sum(2 * (2 * small**2 * large + small**3) for small, large in shapes) > 0
+    # A rank has some of the matrices, and not of every layer.
+    assert planned.uniform_layers() is None
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -282,6 +328,12 @@ def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
         (["--backend", "fsdp:t2", "--topology", "v5p:2x2x1"], "it is for jax"),
         (["--backend", "fsdp:t2", "--sequence", "4096"], "less than one sequence of 4096"),
         (["--backend", "fsdp:t2", "fsdp.compile=true"], "fsdp.compile = True"),
+        (["--backend", "fsdp", "--layouts", "1", "fsdp.compile=true"], "fsdp.compile = True"),
+        pytest.param(
+            ["--backend", "megatron:t2", "optimizer.type=muon"],
+            "optimizer.type = 'muon': a plan does not support it; plan 'adamw', or the backend fsdp",
+            marks=NEEDS_CPU,
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
