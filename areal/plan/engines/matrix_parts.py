@@ -41,14 +41,14 @@ class PartsOfRanks(ControlPlane):
         ranks = self.size // self._stages
         first = self.rank // ranks * ranks
         found: list[list[Part]] = [[] for _ in range(self.size)]
+        boxes: dict[Any, list[Box]] = {}
         for name, parameter in self._matrices:
-            known: dict[tuple[tuple[int, int], ...], list[Part]] = {}
-            for rank in range(first, first + ranks):
-                box = shard_box(parameter, rank)
-                bounds = tuple((each.start, each.stop) for each in box)
-                if bounds not in known:
-                    known[bounds] = _parts(name, box)
-                found[rank] += known[bounds]
+            # Layers are alike: most matrices are sharded as another one.
+            sharding = parameter.shape, getattr(parameter, "placements", None), getattr(parameter, "device_mesh", None)
+            if sharding not in boxes:
+                boxes[sharding] = [shard_box(parameter, rank) for rank in range(first, first + ranks)]
+            for rank, box in enumerate(boxes[sharding], first):
+                found[rank] += _parts(name, box)
         if found[self.rank] != value:
             raise RuntimeError(f"rank {self.rank}: the parts of its matrices are not those of their sharding")
         return found
