@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -37,9 +38,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now
 
 
+_patching = threading.Lock()
+
+
 def virtual_runner(*args: Any, **options: Any) -> Runner:
-    """Return a runner on a :class:`VirtualLoop`."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Return a runner on a :class:`VirtualLoop`. May be called by several threads."""
+    # Patches of two threads that overlap would not both be undone.
+    with _patching, pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "new_event_loop", VirtualLoop)
         return Runner(*args, **options)
 
