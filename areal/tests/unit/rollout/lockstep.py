@@ -54,6 +54,9 @@ class ThreadControl:
             tensor.copy_(self._world.sent.pop((rank, self.rank)))
         self._world.barrier.wait(SECONDS)
 
+    def close(self) -> None:
+        """Nothing is open. Called if another test of the process has initialized torch.distributed."""
+
 
 @dataclass
 class Run:
