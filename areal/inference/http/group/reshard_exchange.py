@@ -43,15 +43,14 @@ def assemble_block(own: Sequence[LocalTensor], tensor: PlannedTensor, rank: int,
             if piece.source == rank:
                 place.copy_(values(piece))
                 continue
-            received = (
-                place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
-            )
+            received = place
+            if not place.is_contiguous():
+                received = torch.empty_like(place, memory_format=torch.contiguous_format)
+                copies.append((place, received))
             operations.append(dist.P2POp(dist.irecv, received, piece.source))
-            copies.append((place, received))
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
     for place, received in copies:
-        if received is not place:
-            place.copy_(received)
+        place.copy_(received)
     return block

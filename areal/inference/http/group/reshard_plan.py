@@ -128,7 +128,7 @@ class ReshardPlan:
         """True if ranks exchange parts."""
         return any(each.exchange.sent for each in self.tensors)
 
-    @property
+    @cached_property
     def cost(self) -> int:
         """Most bytes that a rank sends and receives."""
         return max(map(sum, self.traffic()))
@@ -255,15 +255,14 @@ class _Candidate:
         sizes = [(each.layout.shape, each.dtype.itemsize) for each in tensors]
         self.least = max(-(-servers // len(group)) for group in groups) * block_bytes(sizes, len(groups))
 
-    def _dimensions(self, tensor: _Spread) -> list[int | None]:
-        return tensor.layout.dimensions(len(self._groups))
-
     def plan(self, ranks: int) -> ReshardPlan:
         best: dict[int, tuple[Placements, Exchange]] = {}
         planned = []
         for each in self._tensors:
             if id(each.layout) not in best:
-                choices = [(d, each.layout.exchange(self._groups, d)) for d in self._dimensions(each)]
+                choices = [
+                    (d, each.layout.exchange(self._groups, d)) for d in each.layout.dimensions(len(self._groups))
+                ]
                 dimension, exchange = min(choices, key=lambda choice: sum(choice[1].elements[1].values()))
                 placements = None if dimension is None else (dimension, REPLICATE)
                 best[id(each.layout)] = (placements if len(self._groups) > 1 else None, exchange)
