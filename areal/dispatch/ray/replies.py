@@ -120,9 +120,8 @@ class Replies:
         for call in tuple(self.running):
             # A rank replies to a call after those before.
             ranks = {ref: rank for rank, ref in call.waiting.items() if before is None or rank not in before.waiting}
-            if not ranks:
-                break
-            loss = loss or self._take_ready(call, ranks)
+            if ranks:
+                loss = loss or self._take_ready(call, ranks)
             before = call
         self._asked = time.monotonic()
         if loss is not None:

@@ -173,6 +173,29 @@ def test_calls_of_many_ranks_end_in_their_order(simulated_ray: SimulatedRay) -> 
             assert not any(later.done() for later in calls[n + 1 :])
 
 
+def test_replies_are_read_while_an_earlier_call_waits_for_the_same_rank_as_the_one_before(
+    simulated_ray: SimulatedRay,
+) -> None:
+    """Nothing is asked for in the second call then."""
+    with simulated([SilentRank() for _ in range(64)]) as workers:
+        for n in range(3):
+            workers.watch.submit(f"call {n}", None, [None] * 64)
+        earlier = [reply for rank in workers.ranks[1:] for reply in rank.replies[:2]]
+        for reply in earlier:
+            reply.its.set_result(Reply(VALUE))
+        wait_until(
+            lambda: simulated_ray.read >= sum(not reply.callbacks for reply in earlier),
+            "the replies to two calls are read",
+            PROMPTLY,
+        )
+        before, last = simulated_ray.read, workers.ranks[50].replies[2]
+        assert not last.callbacks
+        last.its.set_result(Reply(VALUE))
+        wait_until(lambda: simulated_ray.read > before, "the reply to the third call is read", PROMPTLY)
+        for n in range(3):
+            workers.ranks[0].replies[n].its.set_result(Reply(VALUE))
+
+
 def test_error_of_one_rank_of_many_shortens_the_wait_for_the_others(simulated_ray: SimulatedRay) -> None:
     """Also in a later call than that in which the others are."""
     with simulated([SilentRank() for _ in range(1024)], grace_seconds=0.3) as workers:
