@@ -121,7 +121,8 @@ class Replies:
             # A rank replies to a call after those before.
             ranks = {ref: rank for rank, ref in call.waiting.items() if before is None or rank not in before.waiting}
             if ranks:
-                loss = loss or self._take_ready(call, ranks)
+                its = self._take_ready(call, ranks)
+                loss = loss or its
             before = call
         self._asked = time.monotonic()
         if loss is not None:

@@ -60,10 +60,15 @@ class AdapterRouter:
         self._install({name for adapter, _ in self._runs for name in adapter.factors})
 
     @contextmanager
-    def sequences(self, adapters: Sequence[ServedAdapter | None], length: int) -> Iterator[None]:
-        """Context of forwards whose input is ``[n, length]``, with an adapter or none for each row. Generation must be paused."""
+    def sequences(self, adapters: Sequence[ServedAdapter | None], length: int, head_length: int) -> Iterator[None]:
+        """Context of a forward whose input is ``[n, length]``, with an adapter or none for each row. Generation must be paused.
+
+        Args:
+            head_length: positions of each row that the head reads.
+        """
         self.clear()
-        self._runs = self._head_runs = self._rows_of(adapters, [length] * len(adapters))
+        self._runs = self._rows_of(adapters, [length] * len(adapters))
+        self._head_runs = self._rows_of(adapters, [head_length] * len(adapters))
         self._install({name for adapter, _ in self._runs for name in adapter.factors})
         try:
             yield

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal.inference.local.adapter_router import AdapterRouter
@@ -47,7 +47,7 @@ class PromptScorer:
     Args:
         model: in evaluation mode. Its attention may be that of continuous batching.
         router: applies adapters to the model.
-        max_batch_tokens: maximum number of tokens of a forward with several prompts, and of logits in float32 at once.
+        max_batch_tokens: maximum number of tokens of a forward with several prompts, and of rows of logits at once.
         paused: context in which no other forward runs. Entering it may raise.
     """
 
@@ -117,27 +117,59 @@ class PromptScorer:
 
     @torch.no_grad()
     def _compute(self, prompts: Sequence[_Prompt]) -> list[PromptLogprobs]:
-        """Return the log-probs of prompts, by one forward."""
+        """Return the log-probs of prompts, by one forward. Logits are computed for a few positions of all prompts at a time."""
         # Padding follows the tokens, which attend only to earlier ones.
         length = max(len(prompt.tokens) for prompt in prompts)
         rows = [[*prompt.tokens, *[0] * (length - len(prompt.tokens))] for prompt in prompts]
         ids = torch.tensor(rows, device=self._model.device)
         adapters = [prompt.adapter for prompt in prompts]
-        with _plain_attention(self._model), self._router.sequences(adapters, length):
-            logits = self._model(input_ids=ids, use_cache=False).logits
-        return [self._read(*each) for each in zip(prompts, ids, logits, strict=True)]
+        chosen: list[list[float]] = [[] for _ in prompts]
+        top: list[list[TopTokens]] = [[] for _ in prompts]
+        step = max(1, self._most // len(prompts))
+        with _plain_attention(self._model), _hidden_once(self._model) as select:
+            # The last position predicts a token that is not given.
+            for start in range(0, length - 1, step):
+                stop = min(start + step, length - 1)
+                select(slice(start, stop))
+                with self._router.sequences(adapters, length, stop - start):
+                    logits = self._model(input_ids=ids, use_cache=False).logits
+                for i, prompt in enumerate(prompts):
+                    count = min(stop, len(prompt.tokens) - 1) - start
+                    if count > 0:
+                        logprobs = log_probs(logits[i, :count].float(), [prompt.sampling] * count)
+                        chosen[i] += logprobs.gather(1, ids[i, start + 1 : start + count + 1, None]).squeeze(1).tolist()
+                        top[i] += top_tokens(logprobs, prompt.sampling.top_logprobs)
+        return [PromptLogprobs(tuple(a), tuple(b)) for a, b in zip(chosen, top, strict=True)]
 
-    def _read(self, prompt: _Prompt, ids: Tensor, logits: Tensor) -> PromptLogprobs:
-        """Return the log-probs of one prompt from its logits ``[S, V]``, a few rows at a time."""
-        sampling, last = prompt.sampling, len(prompt.tokens) - 1
-        chosen: list[float] = []
-        top: list[TopTokens] = []
-        for start in range(0, last, self._most):
-            stop = min(start + self._most, last)
-            logprobs = log_probs(logits[start:stop].float(), [sampling] * (stop - start))
-            chosen += logprobs.gather(1, ids[start + 1 : stop + 1, None]).squeeze(1).tolist()
-            top += top_tokens(logprobs, sampling.top_logprobs)
-        return PromptLogprobs(tuple(chosen), tuple(top))
+
+@contextmanager
+def _hidden_once(model: PreTrainedModel) -> Iterator[Callable[[slice], None]]:
+    """Context in which the layers of a model run in its first forward only, and its head reads some of their positions.
+
+    All forwards must have the same input. Yields a function that sets the positions of the next forwards, whose logits are
+    ``[n, stop - start, V]``.
+    """
+    layers: Any = model.base_model
+    forward, own = layers.forward, vars(layers).get("forward")
+    positions, output = slice(None), None
+
+    def select(chosen: slice) -> None:
+        nonlocal positions
+        positions = chosen
+
+    def selected(*args: Any, **kwargs: Any) -> Any:
+        nonlocal output
+        if output is None:
+            output = forward(*args, **kwargs)
+        return replace(output, last_hidden_state=output.last_hidden_state[:, positions])
+
+    layers.forward = selected
+    try:
+        yield select
+    finally:
+        del layers.forward
+        if own is not None:
+            layers.forward = own
 
 
 @contextmanager

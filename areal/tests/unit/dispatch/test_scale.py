@@ -212,16 +212,22 @@ def test_error_of_one_rank_of_many_shortens_the_wait_for_the_others(simulated_ra
             second.result(0)
 
 
-def test_lost_process_is_named_from_its_reply_and_errors_of_others_are_kept(simulated_ray: SimulatedRay) -> None:
-    """The replies that arrive with it are read."""
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_lost_process_is_named_from_its_reply_and_errors_of_others_are_kept(
+    simulated_ray: SimulatedRay, ahead: int
+) -> None:
+    """The replies that arrive with it are read, also that of a rank which is a call ahead."""
     with simulated([SilentRank() for _ in range(1024)]) as workers:
-        call = workers.watch.submit("train_batch", None, [None] * 1024)
-        workers.ranks[900].replies[0].its.set_result(Reply(None, "RankLostError", "connection closed by rank 800"))
+        calls = [workers.watch.submit(f"call {n}", None, [None] * 1024) for n in range(2)]
+        if ahead:
+            workers.ranks[900].replies[0].its.set_result(Reply(VALUE))
+        lost = Reply(None, "RankLostError", "connection closed by rank 800")
+        workers.ranks[900].replies[ahead].its.set_result(lost)
         workers.ranks[800].replies[0].its.set_exception(RayActorError())
-        message = r"(?s)rank 800 \(pid 900 .* died during train_batch.*And: rank 900: connection closed by rank 800"
-        wait_until(call.done, "the call has ended", PROMPTLY)
+        wait_until(calls[1].done, "the calls have ended", PROMPTLY)
+        message = r"(?s)rank 800 \(pid 900 .* died during call 0.*And: rank 900: connection closed by rank 800"
         with pytest.raises(WorkerLostError, match=message):
-            call.result(0)
+            calls[ahead].result(0)
         assert workers.ended == ["rank 800"]
 
 

@@ -95,12 +95,33 @@ def test_bad_prompts_and_states_raise() -> None:
         Sampling(top_logprobs=-1)
 
 
+@pytest.mark.parametrize("most", [24, 7])
+def test_logits_of_a_prompt_are_computed_a_few_at_a_time(most: int) -> None:
+    """The layers run once, and no forward computes more rows of logits than ``max_batch_tokens``."""
+    replica, rows, layers = model(), [], []
+    prompt = PROMPT * 3
+    with rollout(replica, max_batch_tokens=most, max_requests=4) as engine:
+        hooks = [
+            replica.get_output_embeddings().register_forward_hook(lambda _, args, out: rows.append(out.shape[:-1])),
+            replica.get_input_embeddings().register_forward_pre_hook(lambda _, args: layers.append(args[0].shape)),
+        ]
+        scores = asyncio.run(engine.prompt_logprobs(prompt, Sampling(top_logprobs=2)))
+        for hook in hooks:
+            hook.remove()
+    assert layers == [(1, len(prompt))]
+    assert sum(count for _, count in rows) == len(prompt) - 1
+    assert max(count for _, count in rows) <= most
+    expected = plain_logprobs(replica, prompt[:1], prompt[1:], Sampling())
+    torch.testing.assert_close(torch.tensor(scores.logprobs), expected, rtol=0, atol=1e-5)
+    assert len(scores.top) == len(prompt) - 1
+    # The replica is as before: its own forward computes all logits.
+    assert replica(torch.tensor([PROMPT])).logits.shape[1] == len(PROMPT)
+
+
 def test_prompts_that_wait_are_computed_together() -> None:
     """Of several lengths, sampling parameters and numbers of top tokens. One that is cancelled, and one that fails, change no other."""
     replica, shapes = model(), []
-    read = replica.register_forward_pre_hook(
-        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
+    read = replica.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
     asked = [(PROMPT[i : 20 + 2 * i], Sampling(temperature=1 + i % 2, top_logprobs=i % 3)) for i in range(10)]
     with rollout(replica, max_batch_tokens=100) as engine:
 
