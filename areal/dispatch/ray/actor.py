@@ -6,16 +6,17 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import ray
-from ray import cloudpickle
+from ray import ObjectRef
 from torch.distributed import TCPStore
 
-from areal.dispatch.executor import Handle, RankObjects, Reply, Work, reply_to
-from areal.dispatch.ray.results import seal
+from areal.dispatch.executor import Handle, RankObjects, Reply, reply_to
+from areal.dispatch.ray.results import seal, unpickle_work
 from areal.dispatch.wire import Packed
 from areal.utils.distributed import enter_world, leave_world
 from areal.utils.platform import gpu_uuids
@@ -129,18 +130,19 @@ class RankProcess:
 
     # ---- calls
 
-    def run(self, what: str, pickled: bytes, argument: Any) -> Reply:
+    def run(self, what: str, pickled: bytes, argument: Any, refs: Sequence[ObjectRef] = ()) -> Reply:
         """Run a call. An error in it, or in sending its result, becomes part of the reply.
 
         Args:
             what: name of the call, for errors.
             pickled: work of the call, pickled once for all ranks.
             argument: of this rank.
+            refs: references of the work.
         """
         self._calls, self._thread = self._calls + 1, threading.get_ident()
 
         def sealed(objects: RankObjects, value: Any) -> Packed:
-            work: Work = cloudpickle.loads(pickled)
+            work = unpickle_work(pickled, refs)
             return seal(work(objects, value), f"the result of {what} on rank {objects.rank}", self._max_result_bytes)
 
         try:

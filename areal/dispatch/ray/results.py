@@ -1,14 +1,18 @@
-"""Batches and results between the driver and the ranks: pickled before Ray sends them, and read into new memory."""
+"""Calls, batches and results between the driver and the ranks: pickled before Ray sends them, and read into new memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
+from collections.abc import Sequence
 from pickle import PickleBuffer
 from typing import Any
 
 import numpy as np
-from ray import cloudpickle
+from ray import ObjectRef, cloudpickle
 
+from areal.dispatch.executor import Work
 from areal.dispatch.wire import Packed, pack_tensors, unpack_tensors
 
 
@@ -69,3 +73,43 @@ def _pickled(value: Any) -> Packed:
     return dataclasses.replace(
         packed, value=pickled, buffers=tuple(np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers)
     )
+
+
+class _WorkPickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Pickles everything but references to the object store, which it collects."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.refs: list[ObjectRef] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, ObjectRef):
+            return None
+        self.refs.append(value)
+        return len(self.refs) - 1
+
+
+class _WorkUnpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, refs: Sequence[ObjectRef]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._refs = refs
+
+    def persistent_load(self, index: int) -> ObjectRef:
+        return self._refs[index]
+
+
+def pickle_work(work: Work) -> tuple[bytes, list[ObjectRef]]:
+    """Return the pickle of a call's work, and its references to the object store, which Ray itself must pickle.
+
+    Ray keeps the object of a reference that others pickle until the driver ends.
+    """
+    file = io.BytesIO()
+    pickler = _WorkPickler(file)
+    pickler.dump(work)
+    return file.getvalue(), pickler.refs
+
+
+def unpickle_work(pickled: bytes, refs: Sequence[ObjectRef]) -> Work:
+    """Return the work of :func:`pickle_work`."""
+    work: Work = _WorkUnpickler(pickled, refs).load()
+    return work

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 import ray
-from ray import ObjectRef, cloudpickle
+from ray import ObjectRef
 from ray.exceptions import RayError
 
 from areal.dispatch.errors import WorkerLostError, refusal
@@ -23,6 +23,7 @@ from areal.dispatch.executor import Reply, Work, error_of
 from areal.dispatch.ray.actor import StackPosition, last_lines
 from areal.dispatch.ray.processes import Processes
 from areal.dispatch.ray.replies import Call, Event, Loss, Replies
+from areal.dispatch.ray.results import pickle_work
 from areal.dispatch.ray.stored import by_reference
 
 SILENT_SECONDS = 5.0
@@ -121,10 +122,10 @@ class Watch:
                 raise refusal(f"{what} cannot run: {self.error}", self.error)
             refs: dict[int, ObjectRef] = {}
             try:
-                pickled = cloudpickle.dumps(work)
+                pickled, nested = pickle_work(work)
                 shared = ray.put(pickled) if by_reference(len(pickled), readers=len(arguments)) else pickled
                 for rank, (actor, argument) in enumerate(zip(self._processes.actors, arguments, strict=True)):
-                    refs[rank] = actor.run.remote(what, shared, argument)
+                    refs[rank] = actor.run.remote(what, shared, argument, nested)
                 call = Call(what, [None] * len(refs), refs)
                 self._replies.send(call, partial(self._take_call, call))
             except Exception as error:

@@ -175,7 +175,8 @@ class OwnHead:
     def logits(self, hidden: Tensor, temperature: float | Tensor) -> Tensor:
         # The ids are those of no token: the decoder, which would read them, is replaced.
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        with _decoder_returns(self._hf, hidden[None]):
+        result = _DecoderOutput(last_hidden_state=hidden[None])
+        with replaced_decoder(self._hf, lambda *args, **options: result):
             z = self._hf(input_ids=ids, use_cache=False).logits[0]
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         scale = temperature.detach().unsqueeze(1) if isinstance(temperature, Tensor) else temperature
@@ -238,12 +239,11 @@ class _DecoderOutput(BaseModelOutputWithPastAndCrossAttentions):
 
 
 @contextlib.contextmanager
-def _decoder_returns(hf: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
-    """Make the decoder of a model return these hidden states, for any input."""
+def replaced_decoder(hf: PreTrainedModel, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context in which the decoder of a model computes another function than its forward."""
     decoder = decoder_of(hf)
-    result = _DecoderOutput(last_hidden_state=hidden)
     outer = vars(decoder).get("forward")
-    decoder.forward = lambda *args, **options: result  # type: ignore[method-assign]
+    decoder.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:

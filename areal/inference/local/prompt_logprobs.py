@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from areal.engine.model.heads import decoder_of, replaced_decoder
 from areal.inference.local.adapter_router import AdapterRouter
 from areal.inference.local.sampler import log_probs, top_tokens
 from areal.inference.local.served_adapters import ServedAdapter
@@ -149,8 +150,7 @@ def _hidden_once(model: PreTrainedModel) -> Iterator[Callable[[slice], None]]:
     All forwards must have the same input. Yields a function that sets the positions of the next forwards, whose logits are
     ``[n, stop - start, V]``.
     """
-    layers: Any = model.base_model
-    forward, own = layers.forward, vars(layers).get("forward")
+    forward = decoder_of(model).forward
     positions, output = slice(None), None
 
     def select(chosen: slice) -> None:
@@ -163,13 +163,8 @@ def _hidden_once(model: PreTrainedModel) -> Iterator[Callable[[slice], None]]:
             output = forward(*args, **kwargs)
         return replace(output, last_hidden_state=output.last_hidden_state[:, positions])
 
-    layers.forward = selected
-    try:
+    with replaced_decoder(model, selected):
         yield select
-    finally:
-        del layers.forward
-        if own is not None:
-            layers.forward = own
 
 
 @contextmanager

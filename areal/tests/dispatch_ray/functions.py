@@ -70,6 +70,11 @@ def call(rank_objects: RankObjects, handle: Any) -> Any:
     return handle.get()(rank_objects)
 
 
+def call_shared(handle: Any, rank_objects: RankObjects, _: Any) -> Any:
+    """The same, for a function that is part of the work of all ranks, as in :class:`~areal.dispatch.calls.Calls`."""
+    return handle.get()(rank_objects)
+
+
 def note(rank_objects: RankObjects, token: int) -> None:
     """Add to the list of calls of this rank."""
     rank_objects.by_name.setdefault("tokens", []).append(token)

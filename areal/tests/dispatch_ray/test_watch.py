@@ -42,7 +42,7 @@ class Rank:
         self.asked = self._mark = 0
         self.run, self.live, self.position = map(Remote, (self._run, lambda: self.life, self._position))
 
-    def _run(self, what: str, pickled: bytes, argument: Any) -> Future[Any]:
+    def _run(self, what: str, pickled: bytes, argument: Any, refs: list[Any]) -> Future[Any]:
         if argument == "cannot be sent":
             raise TypeError("cannot pickle a lock")
         self.works.append((cloudpickle.loads(pickled), argument, Future()))

@@ -17,11 +17,12 @@ import ray
 import torch
 
 from areal.dispatch.ray import RayWorkers
-from areal.dispatch.ray.stored import SmallBatch, StoredBatch, StoredHandle
+from areal.dispatch.ray.stored import FUNCTIONS, SmallBatch, StoredBatch, StoredHandle
 from areal.dispatch.stored_samples import StoredShard
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.conftest import LIMIT
 from areal.tests.dispatch_ray.functions import run, start
+from areal.tests.harness.limits import PROMPTLY, wait_until
 from areal.utils.remote_traceback import RemoteTraceback
 
 
@@ -114,6 +115,22 @@ def test_function_is_stored_once_as_long_as_it_does_not_change(pair: RayWorkers)
         handle = pair.ship(scaled(scale), "fn")
         assert run(pair, functions.call, [handle, handle]) == [0, scale]
     assert pair.store.functions == before + 2
+
+
+def test_store_has_the_functions_of_the_last_calls_only(pair: RayWorkers) -> None:
+    """Ray keeps an object as long as the driver runs, if another than itself has pickled its reference."""
+    references = ray._private.worker.global_worker.core_worker.get_all_reference_counts
+    stored = []
+    for n in range(FUNCTIONS + 8):
+        handle = pair.ship(lambda rank_objects, n=n: n + rank_objects.rank, "fn")
+        stored.append(handle.ref.hex().encode())
+        assert run(pair, partial(functions.call_shared, handle)) == [n, n + 1]
+    del handle
+
+    def kept() -> list[bytes]:
+        return [its for its in stored if its in references()]
+
+    wait_until(lambda: kept() == stored[8:], "the first functions leave the store", PROMPTLY)
 
 
 def test_function_with_a_lock_raises_before_any_rank_runs(pair: RayWorkers) -> None:

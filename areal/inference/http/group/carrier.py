@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import itertools
+import secrets
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -161,10 +161,6 @@ class GlooCarrier(_StoreCarrier):
         """Do nothing: the group ends with its last reference."""
 
 
-_NUMBERS = itertools.count()
-"""Numbers of the groups of this process: names must be unique."""
-
-
 class TorchCarrier(_StoreCarrier):
     """Implements :class:`Carrier` on a group of ``torch.distributed``.
 
@@ -191,7 +187,8 @@ class TorchCarrier(_StoreCarrier):
         self._backend, self._prefix, self._name = backend, name, ""
 
     def open(self, size: int) -> Mapping[str, str | int]:
-        self._name = f"{self._prefix}-{next(_NUMBERS)}"
+        # Unlike that of any other process: workers keep the group of a trainer that was killed.
+        self._name = f"{self._prefix}-{secrets.token_hex(8)}"
         return {**super().open(size), "group_name": self._name, "backend": self._backend}
 
     def _make(self, store: dist.TCPStore, timeout: timedelta) -> Any:

@@ -34,11 +34,11 @@ def served_format(method: str | None, files: Mapping[str, Any] | None) -> str | 
         return _of_groups(files) or method
     if files is not None:
         blocks = list(files.get("weight_block_size") or ())
-        if blocks == [128, 128]:
-            return "fp8_blocks"
+        if blocks:
+            return "fp8_blocks" if blocks == [128, 128] else f"fp8, blocks of {blocks}"
         if method == "fp8":
             # Without blocks, files have one scale for each matrix.
-            return f"fp8, blocks of {blocks}" if blocks else "fp8_per_tensor"
+            return "fp8_per_tensor"
     return _NAMES.get(method, method)
 
 

@@ -56,6 +56,9 @@ from areal.utils.seeding import mixed
 _LOWEST_TEMPERATURE = 0.01
 """vLLM raises a lower temperature to this one, unless it is 0."""
 
+_FORMATS: dict[str | None, str] = {"fp8": "fp8_per_tensor"}
+"""What vLLM makes of 16-bit weights by a name that is also one of files."""
+
 _NOTHING = -9999.0
 """Log-prob in vLLM's JSON of what is not finite."""
 
@@ -145,7 +148,7 @@ class VLLM:
             max_context=None if base is None else base.max_model_len,
             adapter=None if chosen is None or chosen.parent is None else chosen.id,
             normalizes=multimodal is not None and multimodal.mm_device_do_normalize,
-            quantization=None if config is None else config.quantization or "",
+            quantization=None if config is None else _FORMATS.get(config.quantization, config.quantization) or "",
         )
         labels = {"/weight_info", "/update_weight_version"} <= paths
         kind = VLLMTokenRoutes if labels and "/inference/v1/generate" in paths else VLLMRoutes

@@ -73,15 +73,15 @@ def test_server_starts_in_its_mode_of_batch_invariance(invariant: bool, value: s
         pass
 
 
-@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
-def test_three_seeds_learn_on_servers_as_they_do_on_a_replica(backend: str, tmp_path: Path) -> None:
+@pytest.mark.world(1, timeout=600)  # six runs
+def test_three_seeds_learn_on_servers_as_they_do_on_a_replica(tmp_path: Path) -> None:
     """Server and replica sample other answers; the means over seeds differ by less than three standard errors."""
     settings = {"steps": 6, "groups": 6, "group_size": 6, "lr": 1e-2, "eval_every": None, "eval_samples": 8}
     rewards: dict[str, list[list[float]]] = {"replica": [], "servers": []}
     for where, its in {"replica": {}, "servers": {"start_server": COMMAND}}.items():
         for seed in range(3):
             output = tmp_path / f"{where}-{seed}"
-            run(output, backend=backend, seed=seed, **settings, **its).train()
+            run(output, backend="fsdp:d1", seed=seed, **settings, **its).train()
             rewards[where].append(curve(output, ("eval/reward",))["eval/reward"])
     after = {where: [last for _, last in each] for where, each in rewards.items()}
     assert all(last > first + 0.1 for each in rewards.values() for first, last in each), rewards

@@ -131,7 +131,7 @@ class SilentRank:
         self.life = Ref(ready=False)
         self.run, self.live, self.position = Remote(self._run), Remote(lambda: self.life), Remote(self._position)
 
-    def _run(self, what: str, pickled: Any, argument: Any) -> Ref:
+    def _run(self, what: str, pickled: Any, argument: Any, refs: list[Any]) -> Ref:
         self.replies.append(Ref(ready=False))
         return self.replies[-1]
 
@@ -154,7 +154,7 @@ class PromptRank(SilentRank):
         super().__init__()
         self._value = value
 
-    def _run(self, what: str, pickled: Any, argument: Any) -> Ref:
+    def _run(self, what: str, pickled: Any, argument: Any, refs: list[Any]) -> Ref:
         self.replies.append(Ref(Reply(self._value)))
         return self.replies[-1]
 
@@ -167,13 +167,13 @@ class WorkingRank(SilentRank):
         self._process, self._ray = RankProcess(rank, 2**30), its
         self._process._objects = self.objects = RankObjects(rank, size)
 
-    def _run(self, what: str, pickled: Any, argument: Any) -> Ref:
-        sent = cloudpickle.dumps((what, pickled, argument))
+    def _run(self, what: str, pickled: Any, argument: Any, refs: list[Any]) -> Ref:
+        sent = cloudpickle.dumps((what, pickled, argument, refs))
         self._ray.sent += len(sent)
-        what, pickled, argument = cloudpickle.loads(sent)
+        what, pickled, argument, refs = cloudpickle.loads(sent)
         # Ray reads references among the arguments themselves, and no others.
         work = pickled.its.result() if isinstance(pickled, Ref) else pickled
-        reply = self._process.run(what, cloudpickle.loads(work) if isinstance(pickled, Ref) else work, argument)
+        reply = self._process.run(what, cloudpickle.loads(work) if isinstance(pickled, Ref) else work, argument, refs)
         self._ray.returned += len(cloudpickle.dumps(reply))
         return Ref(reply)
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from areal.api.config import ActivationCheckpointing
+from areal.engine.fsdp.activation_checkpointing import RecomputedForward, recompute_layers
 from areal.engine.model.fused_layers import replace_linears
 from areal.utils.functional import product
 from areal.utils.functional.batch_invariant import batch_invariant
@@ -120,6 +122,38 @@ def test_what_is_kept(faster: str, trained: str) -> None:
     assert kept == {"x": [(40, 24)], "weight": [(8, 24)], "bias": []}[trained]
     out.sum().backward()
     assert leaf.grad is not None
+
+
+class Layer(nn.Module):
+    """Two linear layers, the first of which has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(product.linear_product(x, self.up.weight, self.up.bias)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kept_products_do_not_change(faster: str, packed: bool) -> None:
+    """Of selective checkpointing, also where the results are packed, as by ``fsdp.activation_offload``."""
+
+    def gradients(how: ActivationCheckpointing) -> list[Tensor]:
+        layer, x = Layer(), _random(33, 24, seed=4).float().requires_grad_()
+        recompute_layers([layer], how, 1.0)
+        if packed and isinstance(layer.forward, RecomputedForward):
+            layer.forward.hooks = lambda: (lambda tensor: tensor, lambda tensor: tensor)
+        layer(x).square().sum().backward()
+        assert x.grad is not None
+        return [x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+    with Products() as seen:
+        selective = gradients("selective")
+    assert seen.calls[faster] == 3
+    assert len(selective) == 4
+    torch.testing.assert_close(selective, gradients("none"), rtol=0, atol=0)
 
 
 def test_not_where_another_is_asked_for(faster: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
@@ -88,3 +89,20 @@ def test_group_that_was_aborted_while_its_members_joined_is_not_used() -> None:
         carrier.join(1)
     with pytest.raises(RuntimeError, match="the group was aborted"):
         carrier.broadcast([torch.zeros(1)], 1)
+
+
+def test_no_group_has_the_name_of_one_of_another_process() -> None:
+    """A server may keep the group of a trainer that was killed, and torch refuses a second one of that name."""
+    names = []
+    for _ in range(2):
+        # The module as another process has it.
+        spec = importlib.util.find_spec(GlooCarrier.__module__)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        carrier = module.TorchCarrier(backend="gloo", device="cpu")
+        names += [carrier.open(2)["group_name"] for _ in range(2)]
+        carrier.abort()
+    assert len(set(names)) == 4
+    assert all(name.startswith("areal-weights-") for name in names)

@@ -100,6 +100,11 @@ def test_server_that_rounds_in_another_way_is_refused(
     with pytest.raises(ValueError, match=r"the trainer rounds weights to fp8_blocks, and the server to fp8: start"):
         make_vllm(server, quantization=blocks, **options)
     make_vllm(server, quantization=QuantizationConfig(format="fp8"), **options).close()
+    if server is vllm:
+        server.tell(quantization="fp8")
+        with pytest.raises(ValueError, match="the trainer rounds weights to fp8, and the server to fp8_per_tensor"):
+            make_vllm(server, quantization=QuantizationConfig(format="fp8"))
+        server.tell(quantization="fp8_per_channel")
     with pytest.warns(UserWarning, match=r"the server rounds weights to fp8, and the trainer does not"):
         make_vllm(server, **options)
 
@@ -120,6 +125,7 @@ def weights(**fields: Any) -> dict[str, Any]:
         ("fp8", {"quant_method": "fp8", "activation_scheme": "static"}, "fp8_per_tensor"),
         ("", {"quant_method": "fp8", "weight_block_size": None}, "fp8_per_tensor"),
         ("fp8", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "fp8, blocks of [64, 64]"),
+        ("fp8_per_tensor", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_blocks"),
         ("fp8", None, "fp8"),
         ("compressed-tensors", None, "compressed-tensors"),
         ("compressed-tensors", weights(type="int", num_bits=4, strategy="group", group_size=64), "int4, groups of 64"),
