@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -223,7 +224,8 @@ def fields_of(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         here = fields
         for group in groups:
             here = here.setdefault(group, {})
-        value = given() if callable(given) else given
+        # A copy: later names may add to a group.
+        value = given() if callable(given) else copy.deepcopy(given)
         here[last] = str(folder) if value == "<folder>" else value
     return fields
 
