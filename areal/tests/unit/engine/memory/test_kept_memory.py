@@ -80,9 +80,9 @@ def run(*parts: str, **environment: str) -> dict[str, Any]:
 
 def test_freed_blocks_are_kept_until_a_check_of_memory() -> None:
     found = run(BLOCKS)
-    # Until blocks of the right alignment exist, some of them are new.
-    assert sum(found["faults"]) < 5 * PAGES
-    assert sum(found["faults_of_threads"]) < 5 * PAGES
+    # Until blocks of the right alignment exist, some are new; without it all are.
+    assert sum(found["faults"]) < 7 * PAGES
+    assert sum(found["faults_of_threads"]) < 7 * PAGES
     assert found["returned"] > 0.9 * PAGES * 4096
 
 
