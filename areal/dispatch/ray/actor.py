@@ -130,7 +130,7 @@ class RankProcess:
 
     # ---- calls
 
-    def run(self, what: str, pickled: bytes, argument: Any, refs: Sequence[ObjectRef] = ()) -> Reply:
+    def run(self, what: str, pickled: bytes, argument: Any, refs: Sequence[ObjectRef]) -> Reply:
         """Run a call. An error in it, or in sending its result, becomes part of the reply.
 
         Args:

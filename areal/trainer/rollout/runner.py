@@ -193,6 +193,7 @@ class Runner:
                 raise TimeoutError(f"no batch after {timeout} s: {len(self._order.running)} groups are being played")
             self._raise_if_over()
             groups, late = (self._order.take(count) if self.plays else None) or ([], [])
+        # A rank that gave more than its share begins others with the next step: until then other ranks have as many more left.
         if late:
             self._soon(lambda: self._cancel(frozenset(late)))
         # Not from the index: replacements have indices of later batches.

@@ -264,12 +264,11 @@ class OpenBLAS:
     def product(self, a: Tensor, b: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
         """See :meth:`Library.product`."""
         a, b = _for_blas(a), _for_blas(b)
-        if into is not None:
-            out: Tensor = openblas_mm(a, b, out=into)
-            return out if bias is None else out.add_(bias)
-        # Selective checkpointing keeps this result, which must not change.
-        out = openblas_mm(a, b)
-        return out if bias is None else out + bias
+        out: Tensor = openblas_mm(a, b) if into is None else openblas_mm(a, b, out=into)
+        if bias is None:
+            return out
+        # Selective checkpointing keeps a new result, which must not change.
+        return out + bias if into is None else out.add_(bias)
 
     def add(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """See :meth:`Library.add`."""

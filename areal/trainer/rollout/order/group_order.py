@@ -73,8 +73,7 @@ class GroupOrder(ABC):
         batches = trained + self._plan.max_staleness + 1 - self._batches
         if batches <= 0:
             return None  # the next batch would be trained on more updates later than the bound
-        # Also if the rank gave more or fewer groups than that to earlier batches. Where one gave more, others have as many more left,
-        # so that a runner begins no others until the step ends.
+        # Also if the rank gave more or fewer groups than that to earlier batches.
         room = batches * share.per_batch + share.of(self._plan.oversample) if share.per_batch else 0
         if len(self.running) + len(self.waiting) - self.rejected >= room:
             return None
