@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,13 +16,13 @@ from torch import Tensor
 
 from areal.api import Batch, MicroBatchSpec, SaveLoadMeta, StepOutput, TokenOutputs
 from areal.dispatch import WorkerGroup
-from areal.dispatch import ray as dispatch_ray
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Reply
 from areal.dispatch.rank_calls import RankLayout
 from areal.dispatch.ray import replies as module
 from areal.dispatch.ray.results import seal
 from areal.tests.harness.limits import PROMPTLY, wait_until
+from areal.tests.harness.lines import counted_lines
 from areal.tests.harness.tiny import config
 from areal.tests.unit.dispatch.simulated import (
     VALUE,
@@ -48,31 +42,9 @@ CPU_MS = 0.3
 """Milliseconds of the driver's CPU time per rank and call. What is counted here leaves Ray's own 0.15 out."""
 
 
-@contextmanager
-def counted_lines() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns how many lines of ``areal.dispatch`` all new threads and this one have run."""
-    lines, folder = count(), str(Path(dispatch_ray.__file__).parents[1])
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(folder):
-            return None
-        if event == "line":
-            next(lines)
-        return trace
-
-    before = sys.gettrace()
-    threading.settrace(trace)
-    sys.settrace(trace)
-    try:
-        yield lambda: next(lines)
-    finally:
-        sys.settrace(before)
-        threading.settrace(before)  # type: ignore[arg-type]
-
-
 def lines_per_rank(size: int) -> float:
     """Return the lines that the driver runs for a call, divided by the ranks."""
-    with counted_lines() as lines, simulated([PromptRank() for _ in range(size)]) as workers:
+    with counted_lines("dispatch") as lines, simulated([PromptRank() for _ in range(size)]) as workers:
         before = lines()
         workers.watch.submit("set_lr", None, [None] * size).result()
         return (lines() - before) / size

@@ -13,6 +13,18 @@ from areal.engine.base import BaseTrainEngine
 from areal.tests.lint.design import VERBS
 from areal.tests.lint.imports import HOMES
 
+IMPORTED_WITH_API = {
+    "annotated_types",
+    "areal",
+    "numpy",
+    "pydantic",
+    "pydantic_core",
+    "torch",
+    "torchdata",
+    "typing_extensions",
+    "typing_inspection",
+}
+
 
 def test_a_group_dispatches_every_verb() -> None:
     assert set(VERBS) <= set(TABLE)
@@ -46,17 +58,19 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_of_api_and_data_is_fast() -> None:
-    code = (
-        "import time, torch, sys; start = time.process_time(); import areal.api, areal.utils.data; "
-        "print(time.process_time() - start, 'transformers' in sys.modules)"
-    )
-    seconds: list[float] = []
-    while len(seconds) < 3 and min(seconds, default=1.0) >= 0.5:  # on a busy machine, one import of three may be slow
-        its_seconds, imports_transformers = run(code).split()
-        seconds.append(float(its_seconds))
-        assert imports_transformers == "False"
-    assert min(seconds) < 0.5
+def test_import_of_api_and_data_loads_few_modules() -> None:
+    """Beside ``torch``: about 120, of which the project's own are 49. They take 0.2 s."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import areal.api, areal.utils.data
+new = set(sys.modules) - before
+packages = {name.partition(".")[0] for name in new} - sys.stdlib_module_names
+print(len(new), *sorted(name for name in packages if not name.startswith("_sysconfigdata")))
+"""
+    count, *packages = run(code).split()
+    assert set(packages) <= IMPORTED_WITH_API
+    assert int(count) < 200
 
 
 def test_import_of_the_package_is_lazy() -> None:

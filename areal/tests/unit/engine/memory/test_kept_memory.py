@@ -42,8 +42,8 @@ def in_thread():
     thread.join()
 
 platform.keep_freed(torch.device("cpu"))
-found["faults"] = [faults(work) for _ in range(10)]
-found["faults_of_threads"] = [faults(in_thread) for _ in range(10)]
+found["faults"] = [faults(work) for _ in range(16)]
+found["faults_of_threads"] = [faults(in_thread) for _ in range(16)]
 kept = resident_bytes()
 platform.free_memory(torch.device("cpu"))
 found["returned"] = kept - resident_bytes()
@@ -80,15 +80,16 @@ def run(*parts: str, **environment: str) -> dict[str, Any]:
 
 def test_freed_blocks_are_kept_until_a_check_of_memory() -> None:
     found = run(BLOCKS)
-    # Until blocks of the right alignment exist, some are new; without it all are.
-    assert sum(found["faults"]) < 7 * PAGES
-    assert sum(found["faults_of_threads"]) < 7 * PAGES
+    print(f"page faults of each round {found['faults']}, in a thread {found['faults_of_threads']}")
+    # Some rounds get new memory, until there are blocks of the right alignment.
+    assert statistics.median(found["faults"][8:]) < PAGES / 20
+    assert statistics.median(found["faults_of_threads"][8:]) < PAGES / 20
     assert found["returned"] > 0.9 * PAGES * 4096
 
 
 def test_settings_of_the_user_stay() -> None:
     found = run(BLOCKS, MALLOC_TRIM_THRESHOLD_="131072")
-    assert sum(found["faults"]) > 9 * PAGES
+    assert min(found["faults"]) > 0.9 * PAGES
 
 
 @pytest.mark.parametrize("backend", ["fsdp:d1", "jax:d1"])

@@ -81,7 +81,7 @@ def test_on_a_full_disk_only_saves_fail(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(FakeTraining, "_write", write)
 
     async def main() -> None:
-        async with serving(tmp_path, FakeTraining(), FakeSampling(), lease_s=0.4) as service:
+        async with serving(tmp_path, FakeTraining(), FakeSampling(), lease_s=2.0) as service:
             session = await service.create_session([])
             model = await new_model(service, session)
             await done(service, SaveWeights(model, 1, digest(1), path="one"))
@@ -104,7 +104,7 @@ def test_on_a_full_disk_only_saves_fail(tmp_path: Path, monkeypatch: pytest.Monk
             await done(service, sample(await service.create_sampling_session(session, 0, base_model="base")))
             await new_model(service)
             # Longer than the lease.
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(3.0)
             await service.heartbeat(session)
             await done(service, step(model, 6, learning_rate=1.0))
             # A delete makes room, and the reserve comes back.
@@ -120,7 +120,7 @@ def test_a_delete_makes_room_when_the_reserve_is_used_up(tmp_path: Path, monkeyp
     disk = Disk(monkeypatch)
 
     async def main() -> None:
-        async with serving(tmp_path, FakeTraining(), lease_s=0.4) as service:
+        async with serving(tmp_path, FakeTraining(), lease_s=2.0) as service:
             model = await new_model(service)
             path = (await done(service, SaveWeights(model, 1, digest(1), path="one")))["path"]
             (await service.checkpoint_folder(path) / "weights").write_bytes(bytes(8 * MIB))
@@ -130,7 +130,7 @@ def test_a_delete_makes_room_when_the_reserve_is_used_up(tmp_path: Path, monkeyp
             # Nothing can be stored, which the client hears; the lease outlives its time.
             with pytest.raises(DiskFullError, match="delete checkpoints"):
                 await service.submit(step(model, 3, learning_rate=1.0))
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(3.0)
             assert service.parts.database.lost is None
             await service.delete_checkpoint(model, "weights/one")
             assert (await service.all_checkpoints())["checkpoints"] == []

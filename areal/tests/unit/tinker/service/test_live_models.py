@@ -340,7 +340,7 @@ def test_without_recovery_models_are_lost_and_nothing_is_stored(tmp_path: Path) 
 
 def test_a_model_whose_client_is_away_is_saved_before_it_is_released(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path, FakeTraining(), session_timeout_s=0.5) as service:
+        async with serving(tmp_path, FakeTraining(), session_timeout_s=2.0) as service:
             model = await new_model(service)
             await steps(service, model, 1, 2)
             await asyncio.sleep(0.1)

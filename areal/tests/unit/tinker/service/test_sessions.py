@@ -68,7 +68,7 @@ def test_finish_releases_models_snapshots_and_requests(tmp_path: Path) -> None:
 def test_a_session_without_heartbeats_times_out(tmp_path: Path) -> None:
     async def main() -> None:
         training = FakeTraining()
-        async with serving(tmp_path, training, FakeSampling(), session_timeout_s=0.5) as service:
+        async with serving(tmp_path, training, FakeSampling(), session_timeout_s=2.0) as service:
             session, other = await service.create_session([]), await service.create_session([])
             model, kept = await new_model(service, session), await new_model(service, other)
             waiting = await service.submit(train(model, 2))
@@ -79,7 +79,7 @@ def test_a_session_without_heartbeats_times_out(tmp_path: Path) -> None:
                     await asyncio.sleep(0.02)
 
             beating = asyncio.create_task(beat())
-            assert "timed out after 0.5 s" in ((await outcome(service, waiting)).error or "")
+            assert "timed out after 2.0 s" in ((await outcome(service, waiting)).error or "")
             await eventually(lambda: set(training.models) == {kept})
             beating.cancel()
             with pytest.raises(SessionOverError):
