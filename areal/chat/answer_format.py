@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from areal.chat.answer import ParsedAnswer, ToolCall
-from areal.chat.call_format import CallFormat, Types, learn
+from areal.chat.call_format import CallFormat, learn
+from areal.chat.parameters import Types
 from areal.chat.template import CALL, MARK, Template, common, cut
 
 REASON = "XREASONX"
@@ -62,7 +63,7 @@ class AnswerFormat:
         text = template.answered(ParsedAnswer("", tool_calls=(call,)).message())
         if text is None:
             return False
-        types = {"xname": {"xone": "string", "xtwo": "integer"}}
+        types = {"xname": {"xone": frozenset({"string"}), "xtwo": frozenset({"integer"})}}
         found = self.parse(cut(text, stops), types, complete=True)
         return not found.content and [(x.name, x.arguments) for x in found.tool_calls] == [(call.name, call.arguments)]
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from areal.chat.answer import ParsedCalls, ToolCall
+from areal.chat.parameters import Types, read_value
 from areal.chat.template import Template, common, cut
 
 NAMES, KEYS, VALUES, ID = ("xnameax", "xnamebx"), ("xkeyax", "xkeybx"), ("xvalueax", "xvaluebx"), "callx0001"
 """Texts that no template contains, for two calls."""
 
-Types = dict[str, dict[str, str]]
-"""JSON types of the parameters of each tool."""
-
 
 class Core(Protocol):
-    """The text of a call between the delimiters of calls."""
+    """The text of a call between the delimiters of calls.
+
+    Attributes:
+        shows_end: True if text that is cut has another form. Otherwise the delimiter behind a call shows that it is whole.
+    """
+
+    shows_end: ClassVar[bool]
 
     def read(self, text: str, types: Types) -> tuple[ToolCall, int]:
         """Read a call at the start of a text. Returns it and the length of its text.
@@ -34,6 +37,7 @@ class Core(Protocol):
 class ObjectCore:
     """A JSON object with a name and arguments."""
 
+    shows_end: ClassVar[bool] = True
     name: str
     arguments: str
     id: str | None
@@ -52,6 +56,7 @@ class ObjectCore:
 class NamedCore:
     """A name, and a JSON object with arguments."""
 
+    shows_end: ClassVar[bool] = True
     middle: str
 
     def read(self, text: str, types: Types) -> tuple[ToolCall, int]:
@@ -65,8 +70,9 @@ class NamedCore:
 
 @dataclass(frozen=True)
 class PairsCore:
-    """A name, and pairs of parameter and value in tags."""
+    """A name, and pairs of parameter and value in tags. White space within the tags is part of a value, but for the template's own."""
 
+    shows_end: ClassVar[bool] = False
     lead: str
     before: str
     between: str
@@ -78,16 +84,17 @@ class PairsCore:
         name = re.match(rf"\s*([\w.\-]+)(?:{_loose(self.lead)})?", text)
         if name is None:
             raise ValueError("it must begin with the name of a tool")
-        pair = re.compile(
-            rf"{_loose(self.before)}(?P<key>[\w.\-]+){_loose(self.between)}(?P<value>.*?){_loose(self.after)}",
-            re.DOTALL,
+        between, after = self.between.rstrip(), self.after.lstrip()
+        value = (
+            rf"{_loose(between)}(?:{re.escape(self.between[len(between) :])})?(?P<value>.*?)"
+            rf"(?:{re.escape(self.after[: len(self.after) - len(after)])})?{_loose(after)}"
         )
+        pair = re.compile(rf"{_loose(self.before)}(?P<key>[\w.\-]+){value}", re.DOTALL)
         arguments: dict[str, Any] = {}
         place = name.end()
         while match := pair.match(text, place):
-            kind = types.get(name[1], {}).get(match["key"])
-            plain = kind == "string" and not self.json_strings
-            arguments[match["key"]] = match["value"] if plain else _value(match["value"], kind)
+            kinds = types.get(name[1], {}).get(match["key"], frozenset())
+            arguments[match["key"]] = read_value(match["value"], kinds, self.json_strings)
             place = match.end()
         return ToolCall(name[1], arguments), place
 
@@ -118,20 +125,33 @@ class CallFormat:
             begin, place = match.span()
             try:
                 call, length = self.core.read(text[place:], types)
+                behind = self._end(text, place + length)
             except (ValueError, RecursionError) as error:
                 if not alone:
                     calls.errors.append(f"{text[begin : begin + 200]!r}: {error}")
             else:
                 calls.rest += text[kept:begin]
                 calls.calls.append(call)
-                place += length
-                for delimiter in (self.end, self.last):
-                    behind = re.compile(_loose(delimiter)).match(text, place) if delimiter.strip() else None
-                    place = behind.end() if behind else place
-                kept = place
+                kept = place = behind
             match = re.compile(_loose(self.start)).search(text, place) if self.start.strip() else None
         calls.rest += text[kept:]
         return calls
+
+    def _end(self, text: str, place: int) -> int:
+        """Return the place behind the delimiters that follow a call.
+
+        Raises:
+            ValueError: there is none, and only they show that the call is whole.
+        """
+        delimiters = [delimiter for delimiter in (self.end, self.last) if delimiter.strip()]
+        begin = place
+        for delimiter in delimiters:
+            behind = re.compile(r"\s*" + _loose(delimiter)).match(text, place)
+            place = behind.end() if behind else place
+        further = self.start.strip() and re.compile(r"\s*" + _loose(self.start)).match(text, place)
+        if delimiters and place == begin and not further and not self.core.shows_end:
+            raise ValueError(f"behind its parameters must be {delimiters[0].strip()!r}")
+        return place
 
 
 def learn(template: Template, header: str, stops: list[str]) -> CallFormat | None:
@@ -233,18 +253,6 @@ def _arguments(value: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"arguments must be an object, not {found!r}")
     return found
-
-
-def _value(text: str, kind: str | None) -> Any:
-    """Return a value of a JSON type, written as JSON or with Python's constants. Text that is neither is a string."""
-    constants = {"True": True, "False": False, "None": None}
-    if text.strip() in constants:
-        return constants[text.strip()]
-    with contextlib.suppress(ValueError):
-        return json.loads(text)
-    if kind not in (None, "string"):
-        raise ValueError(f"a parameter of the type {kind} has the value {text[:100]!r}")
-    return text
 
 
 def _common_suffix(one: str, other: str) -> str:

@@ -14,6 +14,7 @@ from areal.chat.answer import Message, ParsedAnswer
 from areal.chat.answer_format import AnswerFormat
 from areal.chat.call_format import Parser
 from areal.chat.conversation import Conversation
+from areal.chat.parameters import types_of
 from areal.chat.pictures import Pictures, pictures_of
 from areal.chat.template import Template, common, cut
 from areal.utils.data.image_prompt import ImagePrompt, Prompt, prompt_tokens
@@ -52,13 +53,7 @@ class Chat:
         schemas = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         self.template = Template(tokenizer, schemas, options, str if pictures is None else pictures.expanded)
         self._parse_calls = parse_calls
-        self._types = {
-            tool["function"]["name"]: {
-                name: str(entry.get("type"))
-                for name, entry in tool["function"].get("parameters", {}).get("properties", {}).items()
-            }
-            for tool in schemas
-        }
+        self._types = {tool["function"]["name"]: types_of(tool) for tool in schemas}
         self._format = AnswerFormat.of(self.template)
         if schemas and parse_calls is None and self._format.calls is None:
             raise ValueError(

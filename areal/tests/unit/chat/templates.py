@@ -49,6 +49,14 @@ PAIRS = (
 )
 """The header of the next turn ends an answer. A call has pairs of keys and values."""
 
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}\n<tool_call>\n"
+    "<function={{ call.function.name }}>\n{% for k, v in call.function.arguments.items() %}<parameter={{ k }}>\n"
+    "{% if v is string %}{{ v }}{% else %}{{ v | tojson }}{% endif %}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As ``PAIRS``, where each value has lines of its own."""
+
 LISTED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|a|>{{ m.content }}{% if m.tool_calls %}<|calls|>{% for call in m.tool_calls %}"
     "<|call|>function<|sep|>{{ call.function.name }}\n```json\n{{ call.function.arguments + '' }}\n```<|end_call|>"
@@ -76,6 +84,7 @@ CALLING = {
     "OPENED": OPENED,
     "ALONE": ALONE,
     "PAIRS": PAIRS,
+    "TAGGED": TAGGED,
     "LISTED": LISTED,
     "CLOSED": CLOSED,
 }
