@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 from areal.tinker.backends.backend import SamplingBackend, TrainingBackend
 from areal.tinker.service.checkpoints import CheckpointRegistry
 from areal.tinker.service.errors import LeaseLostError
 from areal.tinker.service.intake import Intake
-from areal.tinker.service.order import MAX_LOSS_POINTS
+from areal.tinker.service.order import MAX_LOSS_POINTS, LiveModel
 from areal.tinker.service.recovery.survivors import find_survivors
 from areal.tinker.service.runs import Runs
 from areal.tinker.service.sampling import Samplers
@@ -144,13 +145,25 @@ class Service:
         return None
 
     async def _end_session(self, session_id: str, message: str, timed_out: bool) -> None:
-        """Release what a session owns. The models of one that has timed out are saved."""
+        """Release what a session owns, also if a part of it cannot be released. The models of one that has timed out are saved."""
         mine = [model for model in self._parts.training.order.models.values() if model.session_id == session_id]
-        for model in mine:
-            saved = await self._parts.training.save_timed_out(model) if timed_out else None
-            reason = f"{model.id} was released: {message}" + (f"; create a model from {saved}" if saved else "")
-            await self._parts.training.close_model(model, "released", reason, "user")
-        await self._parts.samplers.end_all_of(session_id)
+        errors: list[Exception] = []
+        for release in (
+            *(partial(self._release_model, model, message, timed_out) for model in mine),
+            partial(self._parts.samplers.end_all_of, session_id),
+        ):
+            try:
+                await release()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    async def _release_model(self, model: LiveModel, message: str, timed_out: bool) -> None:
+        training = self._parts.training
+        saved = await training.save_timed_out(model) if timed_out else None
+        reason = f"{model.id} was released: {message}" + (f"; create a model from {saved}" if saved else "")
+        await training.close_model(model, "released", reason, "user")
 
     async def _prune(self) -> None:
         """Delete old results and snapshots, a few times in the time for which they are kept."""

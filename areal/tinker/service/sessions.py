@@ -109,17 +109,23 @@ class Sessions:
     async def finish(
         self, session_id: str, reason: Mapping[str, Any] | None, message: str, timed_out: bool = False
     ) -> None:
-        """End a session. The first reason is kept; a session that is over stays as it is."""
+        """End a session. The first reason is kept; a session that is over stays as it is.
+
+        After an error the session is live, until this is called again or it times out.
+        """
         session = self._live.pop(session_id, None)
         if session is None:
             return
         if session.timer is not None:
             session.timer.cancel()
         over = {"state": "over", "ended": time.time(), "reason": dict(reason or {})}
-        await self._database.write(
-            lambda c: c.execute(update(sessions).where(sessions.c.id == session_id).values(**over))
-        )
-        await self._on_end(session_id, message, timed_out)
+        live = (sessions.c.id == session_id) & (sessions.c.state == "live")
+        try:
+            await self._database.write(lambda c: c.execute(update(sessions).where(live).values(**over)))
+            await self._on_end(session_id, message, timed_out)
+        except Exception:
+            self._watch(session)
+            raise
 
     async def listing(self, owner: str | None, limit: int, offset: int) -> dict[str, Any]:
         """Return the ids of the sessions of an owner, or of all, the latest first."""

@@ -38,7 +38,8 @@ class Owners:
         Raises:
             NotFoundError: there is none, or it belongs to another owner.
         """
-        owner = await self._of_session(identifier.split(":")[0]) if is_id(identifier) else None
+        known = is_id(identifier) and (what != "session" or ":" not in identifier)
+        owner = await self._of_session(identifier.split(":")[0]) if known else None
         if owner is None or not caller.may_use(owner):
             raise NotFoundError(f"there is no {what} {str(identifier)[:200]!r}")
         return owner

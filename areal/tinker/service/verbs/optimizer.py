@@ -17,7 +17,7 @@ _ADAM_RANGES = {
     "learning_rate": (0.0, math.inf, "[0, ∞)"),
     "beta1": (0.0, 1.0, "[0, 1)"),
     "beta2": (0.0, 1.0, "[0, 1)"),
-    "eps": (0.0, math.inf, "[0, ∞)"),
+    "eps": (math.ulp(0.0), math.inf, "(0, ∞)"),
     "weight_decay": (0.0, math.inf, "[0, ∞)"),
     "grad_clip_norm": (0.0, math.inf, "[0, ∞), where 0 does not clip"),
 }

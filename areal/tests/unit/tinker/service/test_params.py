@@ -61,7 +61,13 @@ def test_settings_of_a_step() -> None:
     with pytest.raises(UserError, match=r"unknown keys \['lr'\]"):
         check_optimizer({"lr": 1}, ADAMW)
     nan = float("nan")
-    wrong = {"learning_rate": (-1, nan, "x"), "beta1": (1, -0.1), "beta2": (1.0,), "eps": (-1,), "weight_decay": (-1,)}
+    wrong = {
+        "learning_rate": (-1, nan, "x"),
+        "beta1": (1, -0.1),
+        "beta2": (1.0,),
+        "eps": (-1, 0.0),
+        "weight_decay": (-1,),
+    }
     wrong |= {"grad_clip_norm": (-1, float("inf"), None), "momentum": (1,)}
     for name, values in wrong.items():
         for value in values:

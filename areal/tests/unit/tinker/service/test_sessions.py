@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,15 +53,48 @@ def test_finish_releases_models_snapshots_and_requests(tmp_path: Path) -> None:
             await service.finish_session(session, {"type": "success"})
             with pytest.raises(SessionOverError):
                 await service.heartbeat(session)
-            for call in (service.finish_session, service.heartbeat):
-                with pytest.raises(NotFoundError):
-                    await call("unknown")
+            for call in (service.finish_session, service.heartbeat, service.session):
+                for name in ("unknown", model, kept):  # a model is no session
+                    with pytest.raises(NotFoundError):
+                        await call(name)
             with pytest.raises(SessionOverError):
                 await service.submit(CreateModel(session, 3, digest(3), base_model="base", lora_config={"rank": 2}))
             assert "was released" in await refused(service, train(model, 7))
             # Others go on.
             await service.heartbeat(other)
             await done(service, train(kept, 1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_an_end_that_fails_is_repeated_and_releases_all_it_can(tmp_path: Path, failures: int) -> None:
+    async def main() -> None:
+        training, sampling = FakeTraining(), FakeSampling()
+        async with serving(tmp_path, training, sampling) as service:
+            session = await service.create_session([])
+            models = [await new_model(service, session, i) for i in range(2)]
+            await done(service, SaveForSampler(models[0], 1, digest(1), sampling_session_seq_id=1))
+            database, write, left = service.parts.database, service.parts.database.write, failures
+
+            async def failing(work: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise OSError("the server closed the connection")
+                return await write(work)
+
+            database.write = failing  # type: ignore[method-assign]
+            with pytest.raises(OSError, match="closed the connection"):
+                await service.finish_session(session)
+            # Only the first write, of the session's end, comes before all releases.
+            await eventually(lambda: len(training.models) == (2 if failures == 1 else 0))
+            assert (not sampling.open_snapshots) == (failures > 1)
+            await service.finish_session(session)
+            await eventually(lambda: not training.models)
+            assert sampling.open_snapshots == {}
+            with pytest.raises(SessionOverError):
+                await service.heartbeat(session)
 
     asyncio.run(main())
 
