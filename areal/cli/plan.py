@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ def run_plan(options: Sequence[str]) -> int:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
+        _check_sizes(given)
         hardware = Hardware(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Hardware)})
         job = PlanJob(
             given.model,
@@ -51,10 +53,19 @@ def run_plan(options: Sequence[str]) -> int:
     return 0
 
 
+def _check_sizes(given: argparse.Namespace) -> None:
+    """Raise unless sizes and rates are above 0, and times at least that."""
+    for name in (*_SIZES, *_RATES):
+        value, may_be_zero = getattr(given, name), name in _MAY_BE_ZERO
+        if value is None:
+            continue
+        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+            least = "at least 0" if may_be_zero else "above 0"
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: it must be finite and {least}")
+
+
 def _print_plan(job: PlanJob, given: argparse.Namespace) -> None:
     engine, _, letters = given.backend.partition(":")
-    if given.servers < 1:
-        raise ValueError(f"--servers {given.servers}: an update needs at least one server; leave it out for one")
     if engine == "jax":
         _print_compiled(job, given)
         return
@@ -167,6 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_SIZES = ("world_size", "tokens_per_rank", "sequence", "micro_batch", "memory", "servers")
+_MAY_BE_ZERO = ("latency_us", "launch_us")
 _RATES = {
     "tflops": "TFLOP/s of matrix products",
     "memory_gbps": "GB/s of the device's memory",

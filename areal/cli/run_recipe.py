@@ -21,7 +21,7 @@ from areal import recipes
 from areal.api.sections.strict import StrictConfig
 from areal.engine.options import engine_config, process_dims
 from areal.engine.registry import engine_class
-from areal.recipes.config import RunConfig, merged
+from areal.recipes.config import RunConfig, merged, toml_value
 from areal.recipes.interrupt import EXIT_CODE
 from areal.utils.distributed import is_rank
 
@@ -156,20 +156,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _value(text: str) -> Any:
-    """Return a value in TOML's form; what is none is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def _set(settings: dict[str, Any], keys: Sequence[str], text: str) -> None:
     """Set a value, or remove it if the text is empty."""
     for key in keys[:-1]:
         settings = settings.setdefault(key, {})
     if text:
-        settings[keys[-1]] = _value(text)
+        settings[keys[-1]] = toml_value(text)
     else:
         settings.pop(keys[-1], None)
 

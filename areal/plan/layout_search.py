@@ -154,8 +154,13 @@ def best_layouts(
 
     For each layout, activations are recomputed, or micro-batches are of one sequence, only if it does not fit otherwise. Pipelines are left out
     if a shorter one with the same other degrees fits, and its step is shorter than the computation with the bubble of the longer one.
+
+    Raises:
+        ValueError: the engine refuses each of the layouts; the first refusal.
     """
     found: list[LayoutPlan] = []
+    refusals: list[ValueError] = []
+    planned = 0
     shorter: dict[tuple[int, ...], LayoutPlan] = {}
     candidates = list(layouts(job, backend, world_size))
     for number, dims in enumerate(candidates):
@@ -164,10 +169,19 @@ def best_layouts(
         if known is not None and known.seconds <= known.slowest.trace.seconds * (1 + _least_bubble(dims)):
             continue
         progress(f"layout {number + 1} of {len(candidates)}: {dims}")
-        plan = _fitting(job, dims, layers)
+        try:
+            plan = _fitting(job, dims, layers)
+        except NotPlannedError:
+            raise
+        except ValueError as error:
+            refusals.append(error)
+            continue
+        planned += 1
         if plan is not None:
             found.append(plan)
             shorter[degrees] = plan
+    if refusals and not planned:
+        raise refusals[0]
     return sorted(found, key=lambda plan: -plan.tokens_per_second)
 
 
@@ -177,22 +191,21 @@ def _least_bubble(dims: ParallelDims) -> float:
 
 
 def _fitting(job: PlanJob, dims: ParallelDims, layers: UniformLayers | None) -> LayoutPlan | None:
-    """Return the fastest plan of a layout that fits into memory; ``None`` if there is none."""
+    """Return the fastest plan of a layout that fits into memory; ``None`` if there is none.
+
+    Raises:
+        ValueError: the engine refuses the layout.
+    """
     fixed = "activation_checkpointing" in job.settings
     for checkpointing in (None,) if fixed else ("none", "full"):
         smallest: int | None = None
         for n_mbs in (None, 1 << 20):
-            try:
-                workload = job.workload(dims, n_mbs)
-                if workload.micro_batch == smallest:
-                    continue
-                smallest = workload.micro_batch
-                config = job.config(dims, workload, checkpointing)
-                plan = plan_layout(config, workload, job.hardware, job.memory, layers)
-            except NotPlannedError:
-                raise
-            except ValueError:
-                return None
+            workload = job.workload(dims, n_mbs)
+            if workload.micro_batch == smallest:
+                continue
+            smallest = workload.micro_batch
+            config = job.config(dims, workload, checkpointing)
+            plan = plan_layout(config, workload, job.hardware, job.memory, layers)
             if plan.largest.nbytes <= job.memory:
                 return plan
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,14 @@ _ENGINE_FIELDS = {
 }
 _OPTIMIZER_FIELDS = {name: name for name in ("lr", "lr_scheduler", "warmup_steps")}
 """Fields of an engine, and of an optimizer, that a run sets itself, each with the setting that does."""
+
+
+def toml_value(text: str) -> Any:
+    """Return a value in TOML's form; what is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +81,9 @@ class RunConfig(StrictConfig):
         default="auto", description="Dtype of the compute; auto selects the machine's fastest."
     )
     seed: int = Field(default=0, description="Seed of the order of rows, of answers, and of random weights.")
-    max_tokens_per_mb: int = Field(default=4096, gt=0, description="Maximum tokens in a packed micro-batch.")
+    max_tokens_per_mb: int = Field(
+        default=4096, gt=0, description="Maximum tokens in a packed micro-batch. A longer sample has one of its own."
+    )
     lora_rank: int = Field(
         default=0, ge=0, description="Rank of adapters on all linear layers; 0 trains the model itself."
     )
@@ -200,7 +211,7 @@ class RunConfig(StrictConfig):
 
     def micro_batches(self) -> MicroBatchSpec:
         """Return the rules of micro-batches."""
-        return MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb)
+        return MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, overlong="alone")
 
     def steps_of(self, per_epoch: float) -> int:
         """Return the number of batches to train on.
@@ -245,7 +256,9 @@ class PreferenceConfig(FixedDataConfig):
 
     def micro_batches(self) -> MicroBatchSpec:
         """Return rules that keep both answers of a pair together, and compute their prompt once."""
-        return MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, granularity=2, share_prefixes=True)
+        return MicroBatchSpec(
+            max_tokens_per_mb=self.max_tokens_per_mb, overlong="alone", granularity=2, share_prefixes=True
+        )
 
 
 class DPOConfig(PreferenceConfig):

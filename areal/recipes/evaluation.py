@@ -7,9 +7,10 @@ import collections.abc
 import contextlib
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from areal.inference.protocol import RolloutClient
 from areal.inference.together import gather_or_cancel
@@ -18,6 +19,8 @@ from areal.trainer.rollout.plan import Items
 from areal.trainer.rollout.seeded import SeededClient
 from areal.trainer.rollout.sequence import Sequence
 from areal.utils.distributed import rank_in_world
+
+_T = TypeVar("_T")
 
 Z95 = 1.959963984540054
 """Quantile of the normal distribution that bounds a 95 % confidence interval."""
@@ -34,7 +37,8 @@ class PolicyEvaluation:
         rows: held-out rows.
         samples: episodes of each row.
         seed: seed of all episodes.
-        gather: returns the values of all ranks, such as :func:`areal.trainer.rollout.exchange.gather`. Collective.
+        episode_seconds: time limit of an episode; ``None`` for no limit.
+        gather: returns the values of all ranks, such as :meth:`areal.utils.distributed.ControlPlane.gather`. Collective.
         max_concurrent: maximum number of concurrent episodes on this rank.
     """
 
@@ -47,12 +51,14 @@ class PolicyEvaluation:
         samples: int,
         seed: int,
         gather: Callable[[Any], list[Any]],
+        episode_seconds: float | None = None,
         max_concurrent: int = 256,
     ) -> None:
         self._client = client if getattr(client, "owns_servers", True) else None
         self._episode, self._rows = episode, rows
         self._samples, self._seed = samples, seed
         self._gather, self._max_concurrent = gather, max_concurrent
+        self._episode_seconds = episode_seconds
 
     def rewards(self) -> list[list[float]]:
         """Return the reward of each episode, by row; equal on all ranks. Collective.
@@ -64,12 +70,12 @@ class PolicyEvaluation:
         plays = self._gather(self._client is not None)
         size = sum(plays)
         mine: dict[int, list[float]] = {}
-        error: Exception | None = None
+        error: BaseException | None = None
         if self._client is not None:
             first = sum(plays[: rank_in_world()])
             try:
-                mine = asyncio.run(self._play(self._client, range(first, len(self._rows), size)))
-            except Exception as raised:
+                mine = _run(self._play(self._client, range(first, len(self._rows), size)))
+            except (Exception, SystemExit) as raised:
                 error = raised
         # 2. All ranks learn all rewards, or the first error.
         by_row: dict[int, list[float]] = {}
@@ -87,13 +93,32 @@ class PolicyEvaluation:
         async def play(number: int, sample: int) -> float:
             async with free:
                 seeded = SeededClient(client, (self._seed, number, sample))
-                return mean_reward(await self._episode.run(seeded, self._rows[number]))
+                limit = asyncio.timeout(self._episode_seconds)
+                try:
+                    async with limit:
+                        return mean_reward(await self._episode.run(seeded, self._rows[number]))
+                except TimeoutError:
+                    if not limit.expired():
+                        raise  # of the episode itself
+                    raise TimeoutError(
+                        f"an episode of row {number} took longer than episode_seconds = {self._episode_seconds:g}"
+                    ) from None
 
         async with contextlib.AsyncExitStack() as stack:
             if isinstance(self._episode, contextlib.AbstractAsyncContextManager):
                 await stack.enter_async_context(self._episode)
             rewards = await gather_or_cancel(play(n, k) for n in numbers for k in range(self._samples))
         return {number: rewards[i * self._samples : (i + 1) * self._samples] for i, number in enumerate(numbers)}
+
+
+def _run(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine to its end, also where an event loop runs, such as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def reward_scalars(

@@ -44,7 +44,6 @@ from areal.trainer.losses import (
 )
 from areal.trainer.ppo import Critic, PPOOptions, PPOTrainer, Sync
 from areal.trainer.rollout import Episode, RewardPool, Runner, SingleTurn
-from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Keep
 from areal.trainer.rollout.sequence import Sequence as Trajectory
 from areal.trainer.rollout.tool_episode import ToolEpisode
@@ -275,7 +274,8 @@ class PolicyRun(Run[C], Generic[C]):
             rows,
             samples=config.eval_samples,
             seed=config.seed,
-            gather=gather,
+            gather=self.engine.control.gather,
+            episode_seconds=config.episode_seconds,
         )
 
     def _shape(self) -> Shape | None:

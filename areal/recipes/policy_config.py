@@ -123,7 +123,7 @@ class PolicyConfig(RunConfig):
 
     def micro_batches(self) -> MicroBatchSpec:
         """Return rules that compute common prompts once."""
-        return MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, share_prefixes=True)
+        return MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, overlong="alone", share_prefixes=True)
 
     def plan(self) -> Plan:
         """Return the plan of the runner."""

@@ -24,7 +24,6 @@ from areal.recipes.record.trackers import make_trackers
 from areal.recipes.setup import checkpoints_of, tokenizer_of
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.ppo import PPOTrainer
-from areal.trainer.rollout.exchange import gather
 from areal.trainer.supervised import SupervisedTrainer
 from areal.trainer.trackers import Tracker, Trackers
 from areal.utils.data.sequences import Segment
@@ -187,7 +186,7 @@ class Run(ABC, Generic[C]):
     def _after_step(self, _: Any) -> bool:
         """Do what is due after a step. Returns whether to go on; equal on all ranks."""
         # Also ranks that share a batch may learn of it at different times.
-        self._interrupted = any(gather(self._interrupt.noted))
+        self._interrupted = any(self.engine.control.gather(self._interrupt.noted))
         if self._interrupted:
             return False
         if self._evaluates_after(self.trainer.step):

@@ -52,10 +52,14 @@ def build_mesh(dims: ParallelDims, processes: Sequence[int], devices_per_process
 
 def mesh_of(dims: ParallelDims, devices: Sequence[jax.Device]) -> Mesh:
     """Return the mesh of a layout, of one device for each rank."""
-    # With a layout of experts apart, whole experts are spread over tensor-parallel ranks, too.
-    spread = dims.ep if dims.expert_tp == dims.tp else dims.ep // dims.tp
+    spread = _expert_ranks(dims)
     shape = (dims.dp_replicate, dims.dp_shard // spread, spread, dims.cp, dims.tp)
     return Mesh(np.array(devices, dtype=object).reshape(shape), AXES)
+
+
+def _expert_ranks(dims: ParallelDims) -> int:
+    """Return over how many ranks of ``d`` experts are spread. With a layout of experts apart, they are over the ranks of ``t``, too."""
+    return dims.ep if dims.expert_tp == dims.tp else dims.ep // dims.tp
 
 
 def _devices_of(processes: Sequence[int], devices: Sequence[jax.Device], each: int = 1) -> list[jax.Device]:
@@ -122,6 +126,11 @@ def check_experts_of(dims: ParallelDims, n_experts: int | None) -> None:
     if n_experts % dims.ep:
         raise ValueError(
             f"backend = '{dims}': {n_experts} experts cannot be spread over {dims.ep} ranks; choose an e that divides"
+        )
+    if dims.dp_shard % _expert_ranks(dims):
+        raise ValueError(
+            f"backend = '{dims}': the JAX engine spreads experts over ranks of d and t, and d{dims.dp_shard} has no groups of "
+            f"{_expert_ranks(dims)}; raise d, or choose a smaller e"
         )
 
 

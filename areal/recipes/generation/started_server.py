@@ -77,7 +77,10 @@ class StartedServer:
         with self._log.open("wb") as log:
             variables = [f"{name}={value}" for name, value in self._variables.items()]
             kept = [sys.executable, "-I", "-S", str(keeper.__file__), "env", *variables, *self._command]
-            self._process = subprocess.Popen(kept, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            # A session of its own: a signal that ends the group of this process must not end the keeper before the server.
+            self._process = subprocess.Popen(
+                kept, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
         end = time.monotonic() + self._start_seconds
         while not self._answers():
             ended = self._process.poll() is not None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from areal.recipes.config import RunConfig
+from areal.recipes.config import RunConfig, toml_value
 
 _SECRET = re.compile(
     r"(^|[_-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?|authorization)$", re.I
@@ -29,9 +30,13 @@ def public_command(arguments: Sequence[str]) -> list[str]:
     """Return a command line with ``***`` in place of secrets."""
     shown = []
     for argument in arguments:
-        key, equals, _ = argument.partition("=")
-        is_secret = equals and _SECRET.search(key.rpartition(".")[2])
-        shown.append(f"{key}=***" if is_secret else _USER_OF_URL.sub("", argument))
+        key, equals, text = _USER_OF_URL.sub("", argument).partition("=")
+        value, name = toml_value(text), key.rpartition(".")[2]
+        if equals and _SECRET.search(name):
+            text = "***"
+        elif _public(value) != value:
+            text = json.dumps(_public(value), default=str)
+        shown.append(f"{key}{equals}{text}")
     return shown
 
 

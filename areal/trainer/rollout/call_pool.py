@@ -119,6 +119,8 @@ class CallPool:
             shown = repr(args[0]) if args else ""
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
             raise TimeoutError(f"{self.describe(shown)} took longer than {self._seconds:g} s") from None
+        except SystemExit as error:
+            raise RuntimeError(f"the {self.noun} raised SystemExit: {error}") from error  # it would end the event loop
 
     def _submit(self, call: _Call) -> None:
         """Queue a call, and start a worker unless one is idle or the limit is reached."""

@@ -193,12 +193,3 @@ def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
         runner.load_state_dict(dict(states[runner.rank]))
     else:
         runner.load_state_dict(runner.resharded_state(states))
-
-
-def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks of the world, in rank order. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

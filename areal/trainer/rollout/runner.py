@@ -273,7 +273,12 @@ class Runner:
             self._entering = self._loop.create_task(opened.enter_async_context(self._episode))
         else:
             self._entering.set_result(None)
-        self._loop.run_forever()
+        while True:
+            try:
+                self._loop.run_forever()
+                break
+            except SystemExit as error:  # of a task that an episode has started: the loop goes on
+                self._set_fault(RuntimeError(f"a task of an episode raised SystemExit: {error}"))
         for task in (*self._tasks, self._entering):
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks, self._entering, return_exceptions=True))
@@ -281,6 +286,11 @@ class Runner:
             self._loop.run_until_complete(opened.aclose())
         except Exception:
             logger.exception("rank %d: the episode could not be left", self.rank)
+
+    def _set_fault(self, fault: Exception) -> None:
+        with self._changed:
+            self._fault = self._fault or fault
+            self._changed.notify_all()
 
     def _start_allowed(self) -> None:
         """Start the groups that staleness and concurrency allow."""
@@ -359,7 +369,10 @@ class Runner:
     async def _run_episode(self, client: RolloutClient, item: Any) -> list[Sequence]:
         """Run one episode within its time limit, and check its sequences."""
         async with asyncio.timeout(self.plan.episode_seconds):
-            sequences = await self._episode.run(client, item)
+            try:
+                sequences = await self._episode.run(client, item)
+            except SystemExit as error:
+                raise RuntimeError(f"the episode raised SystemExit: {error}") from error  # it would end the event loop
         for sequence in sequences:
             sequence.sample()  # an invalid sequence fails its episode, not the run
         return sequences

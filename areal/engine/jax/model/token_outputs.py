@@ -17,7 +17,7 @@ from areal.api.batch import IGNORE_INDEX
 from areal.engine.jax.lora.contribution import add_adapters
 from areal.engine.jax.model.architecture import HEAD, NORM
 from areal.engine.jax.model.decoder import Stream, decode, norm
-from areal.engine.jax.model.products import Product, WeightUse, gathered_linear, linear
+from areal.engine.jax.model.products import Product, WeightUse, gathered_linear, linear, shifted
 from areal.engine.jax.model.spec import ModelSpec, Params
 from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT
 from areal.utils.data.sequences import ROUTED_EXPERTS
@@ -70,17 +70,23 @@ def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Str
     if "hidden" in wanted.names:
         out["hidden"] = hidden
     if "values" in wanted.names:
-        weight = params[VALUE_WEIGHT]
-        values = linear(hidden, weight, spec.use(VALUE_WEIGHT, weight.shape))
-        if VALUE_BIAS in params:
-            values = values + params[VALUE_BIAS].astype(values.dtype)
-        out["values"] = values[..., 0].astype(spec.numbers.stats)
+        out["values"] = _values(spec, params, hidden)
     if "logits" in wanted.names:
         weight, use = _head(spec, params)
         out["logits"] = _logits(spec, params, linear(hidden, weight, use), hidden, rows.temperature, slots)
     if wanted.topk or wanted.names & {"logprobs", "entropy"}:
         out |= _of_head(spec, wanted, params, hidden, rows, slots)
     return {name: spec.spread(value) for name, value in out.items()}
+
+
+def _values(spec: ModelSpec, params: Params, hidden: Array) -> Array:
+    """Return the outputs of the value head."""
+    weight = params[VALUE_WEIGHT]
+    values = linear(hidden, weight, spec.use(VALUE_WEIGHT, weight.shape))
+    if VALUE_BIAS in params:
+        bias = params[VALUE_BIAS]
+        values = shifted(values, bias, spec.use(VALUE_BIAS, bias.shape))
+    return values[..., 0].astype(spec.numbers.stats)
 
 
 def _head(spec: ModelSpec, params: Params) -> tuple[Array, WeightUse]:

@@ -119,12 +119,14 @@ with StartedServer(command, model, "vllm", Path(log)) as server:
 """
 
 
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
-def test_server_ends_with_a_run_that_is_killed(backend: str, tmp_path: Path) -> None:
+def test_server_ends_with_a_run_whose_processes_are_ended(backend: str, number: str, tmp_path: Path) -> None:
+    """As torchrun, ``timeout`` and a terminal do: the signal goes to all processes of the group."""
     command = [sys.executable, "-c", KILLED, COMMAND, recipe_model(), str(tmp_path / "log")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     url = process.stdout.readline().strip()
-    os.kill(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.Signals[number])
     process.wait()
     assert is_closed(url)

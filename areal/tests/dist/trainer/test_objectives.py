@@ -21,7 +21,6 @@ from areal.trainer.losses import (
     grpo_objective,
     policy_objective,
 )
-from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.updates import Updates
 
@@ -147,7 +146,8 @@ def test_mini_batches_of_each_epoch_hold_other_groups_equal_on_any_layout(
 
         monkeypatch.setattr(engine, "train_batch", recording)
         curve = trained(engine, plan, 1, objective=objective, updates=Updates(epochs=3, minibatches=2))
-    halves = [set().union(*ranks) for ranks in zip(*gather(seen), strict=True)]
+        of_ranks = engine.control.gather(seen)
+    halves = [set().union(*ranks) for ranks in zip(*of_ranks, strict=True)]
     assert halves == [{0, 1, 2}, {3, 4, 5}, {0, 2, 3}, {1, 4, 5}, {0, 3, 5}, {1, 2, 4}]
     assert outputs[0].metrics["weight"] == pytest.approx(3), "the weight is the number of groups"
     assert curve["actor/n_tokens"][0] == sum(output.n_tokens for output in outputs)

@@ -52,6 +52,7 @@ SAME_ON_ANY_ENGINE = {
     "empty_shard_padded_with_a_sample": "a driver divides a batch for any engine",
     "few_samples_lose_one": "a driver divides a batch for any engine",
     "interleaved_rows_read_in_order": "its families store weights in the form of modules",
+    "memory_reports_the_whole_model": "its parameters are whole on each data-parallel rank",
     "merged_weight_read_from_the_start": "its families store weights in the form of modules",
 }
 """Bugs that need no second test on Megatron, and the reason. So do those of tests that name no engine: the second test is the first."""

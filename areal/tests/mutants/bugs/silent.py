@@ -108,7 +108,7 @@ def order_of_groups_not_compared(right: Function) -> Function:
 )
 def rollout_weights_not_compared(right: Function) -> Function:
     """A run goes on whose rollout keeps its first weights under each new version."""
-    return lambda self, scalars: None
+    return lambda self, scalars, excluded=bool: None
 
 
 @mutant("areal.engine.agreement:check_equal", SETTINGS + "test_ranks_with_other_settings_are_told[fsdp:d2]")

@@ -23,6 +23,7 @@ from areal.engine.jax.model.architecture import HEAD, Architecture, meta_model
 from areal.engine.jax.model.products import Numbers, linear
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.model.token_outputs import Rows, Wanted
+from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT
 from areal.tests.grid.models import FAMILIES
 from areal.tests.unit.logprobs.head_cases import H, V, make, reference, relative, scalar
 
@@ -95,3 +96,14 @@ def test_bf16_operands_give_the_gradients(fp32: bool, tolerance: float, kept: in
     assert of_hidden.dtype == jnp.bfloat16
     assert relative(to_tensor(of_hidden), want[0]) <= max(tolerance, 2.0**-8)
     assert relative(to_tensor(of_weight[None]), want[1]) <= tolerance
+
+
+def test_gradients_of_a_value_head_are_not_summed_in_bfloat16() -> None:
+    """A sum of ones in bfloat16 ends at 256, or at 8,192 by blocks."""
+    spec, tokens = spec_of(), 2**15
+    params = {VALUE_WEIGHT: jnp.ones((1, H)), VALUE_BIAS: jnp.zeros(1)}
+    hidden = jnp.ones((1, tokens, H), jnp.bfloat16)
+    with spec.numbers.enabled():
+        found = jax.jit(jax.grad(lambda params: token_outputs._values(spec, params, hidden).sum()))(params)
+    assert found[VALUE_BIAS].tolist() == [tokens]
+    assert found[VALUE_WEIGHT].tolist() == [[tokens] * H]

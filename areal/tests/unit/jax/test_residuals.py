@@ -94,7 +94,8 @@ def test_evaluation_keeps_no_logits() -> None:
 
 
 def test_rank_with_experts_of_others_keeps_its_own_tokens() -> None:
-    assert residual_bytes(1, RANKS) <= 1.2 * residual_bytes(RANKS, 1)
+    """It computes its experts again, and keeps less than a rank with all experts: 0.67 of it, and 0.95 with the tokens of all ranks."""
+    assert residual_bytes(1, RANKS) <= 0.75 * residual_bytes(RANKS, 1)
 
 
 def compare_temporaries() -> None:

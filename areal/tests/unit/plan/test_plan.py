@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from areal.api import OptimizerConfig
+from areal.api import FSDPConfig, OptimizerConfig
 from areal.api.parallel import ParallelDims
 from areal.cli.plan import picture_worlds, run_plan
 from areal.engine.model.hub import read_config
@@ -23,11 +23,11 @@ from areal.plan.layout_search import PlanJob, best_layouts, layouts, with_world_
 from areal.plan.report import describe_layouts
 from areal.plan.scaling_picture import save_scaling
 from areal.plan.server_update import ServerUpdate
-from areal.plan.state_bytes import count_parameters
+from areal.plan.state_bytes import count_parameters, describe_state
 from areal.plan.step_recorder import Collective, CollectiveCalls
 from areal.plan.trace import Trace
 from areal.plan.uniform_layers import UniformLayers
-from areal.tests.harness.tiny import NEEDS_CPU, family_dir
+from areal.tests.harness.tiny import NEEDS_CPU, config, family_dir
 from areal.tests.harness.world import no_world
 from areal.utils import platform
 
@@ -105,6 +105,13 @@ def test_recomputation_takes_less_memory_and_more_operations() -> None:
 def test_state_is_two_moments_of_the_parameters() -> None:
     memory = job().plan(ParallelDims.parse("fsdp:d2")).largest.trace.memory
     assert memory["optimizer"] == 2 * memory["parameters"] > 0
+
+
+def test_state_of_a_dry_run_does_not_depend_on_kernels() -> None:
+    plain = config("fsdp:d2", path=family_dir("qwen3"))
+    others = [{"layer_kernels": "liger"}, {"compile": True}]
+    texts = {describe_state(plain.model_copy(update={"fsdp": FSDPConfig(**fields)})) for fields in ({}, *others)}
+    assert len(texts) == 1
 
 
 def test_bubble_is_idle_time_for_each_micro_batch() -> None:
@@ -239,9 +246,31 @@ def test_command_prints_the_plan_and_the_best_layouts(capsys: pytest.CaptureFixt
         assert words in text
 
 
-def test_update_without_servers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_plan(["--model", family_dir("qwen3"), "--world-size", "4", "--servers", "0"]) == 1
-    assert "--servers 0: an update needs at least one server" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "values"),
+    {
+        "--servers": ("0",),
+        "--world-size": ("0", "-4"),
+        "--sequence": ("0",),
+        "--tokens-per-rank": ("-64",),
+        "--micro-batch": ("0",),
+        "--memory": ("0", "nan", "inf"),
+        "--tflops": ("0",),
+        "--network-gbps": ("-1", "nan"),
+        "--ranks-per-node": ("0",),
+        "--latency-us": ("-1",),
+    }.items(),
+)
+def test_sizes_and_rates_are_checked(option: str, values: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    for value in values:
+        assert run_plan(["--model", family_dir("qwen3"), "--world-size", "4", option, value]) == 1
+        assert re.search(rf"{option} {value}: it must be finite and (above|at least) 0", capsys.readouterr().err)
+
+
+def test_times_may_be_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    zero = ["--latency-us", "0", "--launch-us", "0", "--layouts", "0"]
+    sizes = ["--backend", "fsdp:d1", "--world-size", "4", "--sequence", "64", "--tokens-per-rank", "64"]
+    assert run_plan(["--model", family_dir("qwen3"), *sizes, *zero]) == 0
 
 
 @pytest.mark.parametrize("servers", [1, 3, 4, 16])
@@ -329,6 +358,10 @@ def test_muon_computes_whole_matrices() -> None:
         (["--backend", "fsdp:t2", "--sequence", "4096"], "less than one sequence of 4096"),
         (["--backend", "fsdp:t2", "fsdp.compile=true"], "fsdp.compile = True"),
         (["--backend", "fsdp", "--layouts", "1", "fsdp.compile=true"], "fsdp.compile = True"),
+        # A search, of whose layouts each is refused.
+        (["--backend", "fsdp", "--layouts", "1", "activation_checkpointing=ful"], "activation_checkpointing"),
+        (["--backend", "fsdp", "--layouts", "1", "dtyp=float32"], "dtyp"),
+        (["--backend", "fsdp", "--layouts", "1", "--sequence", "65536"], "less than one sequence of 65536"),
         pytest.param(
             ["--backend", "megatron:t2", "optimizer.type=muon"],
             "optimizer.type = 'muon': a plan does not support it; plan 'adamw', or the backend fsdp",
@@ -340,3 +373,10 @@ def test_what_cannot_be_planned_is_refused(options: list[str], error: str, capsy
     given = ["--model", family_dir("qwen3"), "--world-size", "16", "--tokens-per-rank", "64", "--sequence", "64"]
     assert run_plan([*given, "--layouts", "0", *options]) == 1
     assert error in capsys.readouterr().err
+
+
+@NEEDS_CPU
+def test_search_with_a_model_that_no_layout_builds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", family_dir("phi"), "--backend", "megatron"]
+    assert run_plan([*model, "--world-size", "4", "--sequence", "64", "--tokens-per-rank", "64"]) == 1
+    assert "model_type = 'phi': the Megatron engine builds" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Evaluations: pass@k, confidence intervals, seeds, ranks that play, and errors."""
 
+import asyncio
 import itertools
 import statistics
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from areal.inference import Completion, Sampling
 from areal.recipes.evaluation import PolicyEvaluation, pass_at_k, reward_scalars
 from areal.recipes.record.progress import Results
+from areal.tests.harness.limits import promptly
 from areal.trainer.rollout import SingleTurn
 
 
@@ -72,6 +74,29 @@ def test_an_error_of_an_episode_is_raised_with_its_text() -> None:
         evaluation(Echo(), lambda value: [value], broken).rewards()
     assert "in broken" in str(raised.value)
     assert "KeyError: 'solution'" in str(raised.value)
+
+
+def test_an_episode_that_hangs_or_exits_is_raised() -> None:
+    async def hangs(row: Any, answer: Any) -> float:
+        if row == 3:
+            await asyncio.sleep(60)
+        return 1.0
+
+    class Exits:
+        async def run(self, client: Any, row: Any) -> Any:
+            raise SystemExit(4)
+
+    with promptly(), pytest.raises(RuntimeError, match=r"an episode of row 3 took longer than episode_seconds = 0\.5"):
+        evaluation(Echo(), lambda value: [value], hangs, episode_seconds=0.5).rewards()
+    with pytest.raises(RuntimeError, match="SystemExit: 4"):
+        PolicyEvaluation(Echo(), Exits(), [0], gather=lambda value: [value], samples=1, seed=3).rewards()
+
+
+def test_evaluation_where_an_event_loop_runs() -> None:
+    async def in_a_notebook() -> Any:
+        return evaluation(Echo(), lambda value: [value]).rewards()
+
+    assert asyncio.run(in_a_notebook()) == [[float(row)] * 2 for row in range(5)]
 
 
 def test_a_rank_without_servers_plays_nothing_and_knows_all() -> None:

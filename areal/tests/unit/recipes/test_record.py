@@ -65,7 +65,16 @@ def test_no_record_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "sys.argv", ["areal", "grpo", "rollout.api_key=hidden", f"servers={servers}", "max_new_tokens=9"]
+        "sys.argv",
+        [
+            "areal",
+            "grpo",
+            "rollout.api_key=hidden",
+            f"servers={servers}",
+            "max_new_tokens=9",
+            'wandb={ api_key = "hidden", project = "sums", settings = { token = "hidden" } }',
+            "a text, or none=",
+        ],
     )
     start_record(run, "grpo", {})
     texts = "".join(path.read_text() for path in tmp_path.iterdir())
@@ -80,7 +89,13 @@ def test_no_record_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "engine": {"activation_checkpointing": "full"},
     }
     command = json.loads((tmp_path / "starts.jsonl").read_text())["command"]
-    assert command[2:] == ["rollout.api_key=***", "servers=['http://a:8000/v1']", "max_new_tokens=9"]
+    assert command[2:] == [
+        "rollout.api_key=***",
+        "servers=['http://a:8000/v1']",
+        "max_new_tokens=9",
+        'wandb={"project": "sums", "settings": {}}',
+        "a text, or none=",
+    ]
     assert run.rollout["api_key"] == "hidden"
 
 

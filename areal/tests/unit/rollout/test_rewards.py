@@ -125,9 +125,39 @@ def test_reward_that_raises_fails_its_episode_only(raised: BaseException, text: 
             raise raised
         return 1.0
 
-    groups = play(reward, 3)
-    assert [group.failed for group in groups] == [1, 0, 0]
-    assert groups[0].error == text
+    async def awaited(item: int, answer: Completion) -> float:
+        return reward(item, answer)
+
+    for function in (reward, awaited):
+        groups = play(function, 3)
+        assert [group.failed for group in groups] == [1, 0, 0]
+        if not (function is awaited and isinstance(raised, StopIteration)):  # Python names that one itself
+            assert groups[0].error == text
+
+
+def test_episode_that_exits_has_failed_and_a_task_of_it_ends_the_run() -> None:
+    class Exits:
+        async def run(self, client: Client, item: int) -> list[Any]:
+            async def leave() -> None:
+                raise SystemExit(4)
+
+            if item == 0:
+                await leave()
+            if item == 2:
+                await asyncio.gather(leave(), asyncio.sleep(0.1))
+            return await SingleTurn(lambda item: [item], lambda item, answer: 1.0, Sampling()).run(client, item)
+
+    runner = Runner(Client(), Exits(), range(100), Plan(2, shuffle=False))
+    try:
+        with promptly():
+            runner.advance(0)
+            groups = runner.next_batch(timeout=60)
+            assert [group.error for group in groups] == ["RuntimeError: the episode raised SystemExit: 4", None]
+            runner.advance(1)
+            with pytest.raises(RuntimeError, match="a task of an episode raised SystemExit: 4"):
+                runner.next_batch(timeout=60)
+    finally:
+        runner.close()
 
 
 def wrong_unit(item: int, answer: Completion) -> float:
