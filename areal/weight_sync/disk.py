@@ -20,7 +20,6 @@ from areal.engine.checkpoint.atomic_dir import (
     discard,
     is_complete,
     open_draft,
-    prune,
     publish,
     read_manifest,
     record,
@@ -55,7 +54,7 @@ class DiskTransport(TensorTransport):
 
     A version is published by one rename. The first rank writes and keeps the tensors of one file in host memory at
     a time. The folder must not be used for anything else: published versions other than the newest ``keep`` are
-    removed.
+    removed, once later versions have all of their tensors.
 
     Args:
         control: control plane over all ranks of the trainer.
@@ -130,7 +129,8 @@ class _DiskSender:
         logger.debug("%s: published", self._path)
         # Remove old versions only now, so that readers always find one.
         if self._keep is not None:
-            prune(self._folder, self._keep)
+            for path in superseded(self._folder, self._keep):
+                discard(path)
         logger.debug("%s: pruned", self._path)
 
     def abort(self, why: str) -> None:
@@ -187,6 +187,18 @@ def published(folder: str | Path) -> list[tuple[Path, Manifest]]:
     return sorted(versions, key=lambda entry: entry[1].sequence)
 
 
+def superseded(folder: str | Path, keep: int) -> list[Path]:
+    """Return the versions that nobody needs: those before the newest ``keep`` of whose tensors later versions have all."""
+    found: list[Path] = []
+    known: set[str] = set()
+    for place, (path, _) in enumerate(reversed(published(folder))):
+        names = set(json.loads((path / INDEX_FILE).read_text())["weight_map"])
+        if place >= keep and names <= known:
+            found.append(path)
+        known |= names
+    return found
+
+
 class DiskReceiver:
     """Loads the newest complete version of a directory into a module.
 
@@ -215,8 +227,8 @@ class DiskReceiver:
     def receive(self, timeout: float | None = None) -> int:
         """Implement :meth:`areal.api.WeightReceiver.receive`.
 
-        Versions before the newest full one are skipped. Later selected updates are loaded in order, if they are
-        still kept.
+        Versions before the newest full one are skipped. Later selected updates are loaded in order; those that were
+        removed had no tensor that later ones lack.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

@@ -160,8 +160,19 @@ class _SliceSender:
         if self._rank == 0:
             self._store.set(f"{self._number}/begin", json.dumps([version, kind]))
         if self._chain is None:
-            self._chain = Chain(self._store, f"chain-{self._rank}", 0, 1 + self._receivers, self._seconds)
+            self._join()
         self._streaming = True
+
+    def _join(self) -> None:
+        """Wait for the receivers. Without one of them nothing can be sent later: those that come find the addresses of this attempt."""
+        self._broken = True
+        try:
+            self._chain = Chain(self._store, f"chain-{self._rank}", 0, 1 + self._receivers, self._seconds)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"not all of {self._receivers} receivers joined within {self._seconds:g} s: make another transport and other receivers: {error}"
+            ) from error
+        self._broken = False
 
     def send(self, slices: Iterator[LocalTensor]) -> tuple[set[str], int]:
         """Send slices to the end. Returns their names and their bytes."""

@@ -104,12 +104,12 @@ class MegatronEngine(BaseTrainEngine):
         optimizer = None
         if chained and settings:
             matrices = self._matrices(chained, weights, settings, groups)
-            optimizer = step_optimizer(chained, settings, spec.total_train_steps, self.device, matrices)
+            optimizer = step_optimizer(chained, trained, settings, spec.total_train_steps, self.device, matrices)
         reductions = Reductions(trained)
         schedule = MegatronSchedule(list(trained), reductions, megatron, groups, self.timer)
         cp = context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"])
         splits_sequence = sequence_parallel(self.dims, config)
-        self._gradients = grad.MegatronGradients(trained, reductions, groups, memory)
+        self._gradients = grad.MegatronGradients(trained, chained, reductions, groups, memory)
         components = EngineComponents(
             model=nn.ModuleList(trained),
             schedule=schedule,

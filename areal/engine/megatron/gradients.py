@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.engine.components import Memory
+from areal.engine.megatron.optimizer.main_parameters import present_optimizers
 from areal.engine.megatron.reductions import Reductions, bucket_groups
 from areal.engine.optimizer import GradientState
 
@@ -22,6 +24,7 @@ class MegatronGradients:
 
     Args:
         chunks: model chunks of this rank.
+        chained: optimizer over the chunks, or ``None``.
         reductions: of the chunks' buckets.
         groups: process groups of the layout.
         memory: owner of the gradient buffers.
@@ -30,11 +33,13 @@ class MegatronGradients:
     def __init__(
         self,
         chunks: Sequence[DistributedDataParallel],
+        chained: ChainedOptimizer | None,
         reductions: Reductions,
         groups: ProcessGroupCollection,
         memory: Memory,
     ) -> None:
         self._chunks, self._reductions, self._groups, self._memory = chunks, reductions, groups, memory
+        self._chained = chained
         self.state = GradientState()
 
     def before_backward(self) -> None:
@@ -49,6 +54,10 @@ class MegatronGradients:
         # Buffers cannot be replaced: bring them back from host memory to zero them.
         self._memory.onload(params=False, grads=True, optimizer=False)
         zero(self._chunks, self._reductions)
+        # Where buffers are narrower than the optimizer's arithmetic, it has a copy.
+        for optimizer in present_optimizers(self._chained):
+            for parameter in optimizer.get_parameters():
+                parameter.grad = None
 
 
 def finalize(chunks: Sequence[DistributedDataParallel], reductions: Reductions, groups: ProcessGroupCollection) -> None:
@@ -161,3 +170,16 @@ def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
             for group in bucket_groups(chunk):
                 if group.param_gather_handle is not None or not group.param_gather_dispatched:
                     group.start_param_sync(force_sync=True)
+
+
+def expect_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Let parameters be gathered before their next use, since the optimizer is about to update its shards.
+
+    Megatron does so when it reduces gradients: parameters may have been read between that and the update.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in bucket_groups(chunk):
+                if group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)  # a pending gather would write to the updated shards
+                group.param_gather_dispatched = False

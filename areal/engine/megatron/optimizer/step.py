@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from areal.api.sections.optimizer import OptimizerConfig
+from areal.engine.megatron.gradients import expect_param_gather
 from areal.engine.megatron.optimizer.main_parameters import present_optimizers
 from areal.engine.optimizer import ClippingOptimizer, sum_of_squares
 from areal.engine.torch.muon.updates import MatrixUpdates
@@ -20,13 +23,20 @@ class MegatronOptimizerStep:
 
     Args:
         chained: Megatron-Core's optimizer.
+        chunks: model chunks of this rank.
         device: device of the gradients.
         matrices: updates of matrices by Muon, or ``None``.
     """
 
-    def __init__(self, chained: ChainedOptimizer, device: torch.device, matrices: MatrixUpdates | None = None) -> None:
+    def __init__(
+        self,
+        chained: ChainedOptimizer,
+        chunks: Sequence[DistributedDataParallel],
+        device: torch.device,
+        matrices: MatrixUpdates | None = None,
+    ) -> None:
         self.chained, self.matrices = chained, matrices
-        self._device = device
+        self._chunks, self._device = chunks, device
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -34,6 +44,7 @@ class MegatronOptimizerStep:
 
     def step(self) -> None:
         """Update the parameters with the gradients prepared by :meth:`global_norm`."""
+        expect_param_gather(self._chunks)
         if self.matrices is not None:
             self.matrices.step(each.optimizer for each in present_optimizers(self.chained))
         self.chained.step_with_ready_grads()
@@ -67,11 +78,12 @@ class MegatronOptimizerStep:
 
 def step_optimizer(
     chained: ChainedOptimizer,
+    chunks: Sequence[DistributedDataParallel],
     config: OptimizerConfig,
     total_steps: int | None,
     device: torch.device,
     matrices: MatrixUpdates | None = None,
 ) -> ClippingOptimizer[MegatronOptimizerStep]:
     """Return the optimizer with clipping and schedule."""
-    step = MegatronOptimizerStep(chained, device, matrices)
+    step = MegatronOptimizerStep(chained, chunks, device, matrices)
     return ClippingOptimizer(step, config, total_steps, global_norm=step.global_norm, scale_grads=step.scale_grads)

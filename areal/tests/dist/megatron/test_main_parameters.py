@@ -14,6 +14,8 @@ from areal.tests.harness.tiny import same_bits, started, weights_of
 
 pytest.importorskip("megatron.core")
 
+from areal.engine.megatron.optimizer.main_parameters import present_optimizers
+
 KINDS = [
     pytest.param({}, id="sharded", marks=pytest.mark.world(1)),
     pytest.param({"megatron": {"distributed_optimizer": False}}, id="copied", marks=pytest.mark.world(1)),
@@ -43,6 +45,17 @@ def test_offloaded_main_parameters_return_alone_with_the_weights(options: dict[s
             engine.offload()
             engine.load(meta)
             assert same_bits(shards_of(engine), shards)
+
+
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", KINDS)
+def test_main_parameters_keep_no_gradients_after_a_step(options: dict[str, Any], reduce: str) -> None:
+    """Where the buffers are narrower, Megatron copies them to float32."""
+    with started("megatron:d1", dtype="bfloat16", grad_reduce_dtype=reduce, **options) as engine:
+        step(engine, 1)
+        components: Any = engine._components
+        (optimizer,) = present_optimizers(components.checkpointer._chained)
+        assert not [p for p in optimizer.get_parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("options", KINDS)

@@ -28,6 +28,9 @@ def run(backend: str, family: str, dtype: str, settings: dict[str, Any]) -> tupl
             if seed == 2:
                 for _ in range(2):
                     engine.forward_backward(batch, loss)
+                # Reduces the gradients. Reading the weights afterwards must not hide the update from the next reading.
+                numbers += [gradient.double().sum().item() for _, gradient in engine.named_gradients()]
+                numbers += [engine.eval_batch(batch, loss).loss]
                 step = engine.optimizer_step()
                 numbers += [step.grad_norm, engine.eval_batch(batch, loss).loss]
             else:

@@ -12,6 +12,7 @@ from torch import nn
 
 from areal.tests.dist.parallel.collective_bytes import Traffic, streamed
 from areal.tests.grid.models import FAMILIES, model_dir, tiny_model
+from areal.tests.harness.limits import promptly
 from areal.tests.harness.tiny import chosen, global_batch, local_batch, loss, same_bits, started, weights_of
 from areal.tests.harness.world import record, world
 from areal.weight_sync import ModuleSource, SliceReceiver, SliceTransport
@@ -158,3 +159,20 @@ def test_lost_receiver_is_an_error_on_all_ranks(backend: str) -> None:
         if received is not None:
             received.join(30)
             assert "version 1 was aborted" in received.errors[0]
+
+
+@pytest.mark.parametrize("backend", chosen("fsdp:d2"))
+def test_receivers_that_join_too_late_need_another_transport(backend: str) -> None:
+    """The addresses of the first attempt stay in the store: each later update would wait for them."""
+    with started(backend) as engine:
+        expected = weights_of(engine)
+        transport = SliceTransport(engine.control, 1, timeout=2)
+        with pytest.raises(RuntimeError, match="not all of 1 receivers joined within 2 s: make another transport"):
+            transport.send(engine, 1)
+        with promptly(), pytest.raises(RuntimeError, match="make another transport and other receivers"):
+            transport.send(engine, 2)
+        other = SliceTransport(engine.control, 1, timeout=30)
+        here = receivers(other, [replica()])
+        other.send(engine, 3)
+        for each in here:
+            assert same_bits(each.weights(), expected)

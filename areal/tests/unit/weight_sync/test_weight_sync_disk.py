@@ -76,6 +76,29 @@ def test_partial_updates_are_applied_after_newest_full_version(tmp_path: Path, c
     assert result == {name: 2 if "q_proj" in name else 3 if "k_proj" in name else 1 for name in result}
 
 
+@pytest.mark.parametrize("received_before", [False, True])
+def test_versions_stay_until_later_ones_have_all_of_their_tensors(
+    received_before: bool, tmp_path: Path, control: ControlPlane
+) -> None:
+    module = filled(0)
+    transport, receiver = DiskTransport(control, tmp_path / "w", keep=1), DiskReceiver(tmp_path / "w", module)
+
+    def versions() -> list[int]:
+        return [manifest.about["version"] for _, manifest in published(tmp_path / "w")]
+
+    transport.send(ModuleSource(filled(1)), 1)
+    if received_before:
+        assert receiver.receive(0) == 1
+    for version, layer, kept in ((2, "q_proj", [1, 2]), (3, "k_proj", [1, 2, 3]), (4, "q_proj", [1, 3, 4])):
+        transport.send(ModuleSource(filled(version)), version, select=lambda name, layer=layer: layer in name)
+        assert versions() == kept
+    assert receiver.receive(0) == 4
+    result = {name: float(value.unique()) for name, value in module.named_parameters()}
+    assert result == {name: 4 if "q_proj" in name else 3 if "k_proj" in name else 1 for name in result}
+    transport.send(ModuleSource(filled(5)), 5)
+    assert versions() == [5]
+
+
 def test_version_is_a_model_directory(tmp_path: Path, control: ControlPlane) -> None:
     DiskTransport(control, tmp_path / "w", cast=torch.bfloat16, model=model_dir("qwen3")).send(
         ModuleSource(filled(1)), 7
