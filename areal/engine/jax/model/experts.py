@@ -8,7 +8,8 @@ by any token of several ranks: it computes as many rows at a time as its own tok
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,16 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from areal.engine.jax.mesh import STREAMS, expert_axes
-from areal.engine.jax.model.architecture import LAYER, ExpertSizes
+from areal.engine.jax.model.architecture import EXPERTS, LAYER, ExpertSizes
+from areal.engine.jax.model.expert_weights import ExpertUse, ExpertWeight, cotangent, gather, on_device
 from areal.engine.jax.model.products import linear
 from areal.engine.jax.model.spec import ModelSpec
+
+Weights = Sequence[ExpertWeight]
+"""Weights of the gate and up projections, and of the down projection."""
+
+Shards = tuple[tuple[str, ...], ...]
+"""Axes over which the last dimension of each of them is sharded."""
 
 _ROWS = 64
 """Rows of one expert that are computed together on a CPU."""
@@ -48,27 +56,38 @@ def routed_feed_forward(
         scores = jnp.take_along_axis(probabilities, chosen, -1)
     if sizes.normalized:
         scores /= scores.sum(-1, keepdims=True)
-    axes = expert_axes(spec.mesh, sizes.n_experts)
-    reduce, ranks = spec.numbers.reduce if spec.trained else None, spec.mesh.shape["ep"]
+    axes, ranks = expert_axes(spec.mesh, sizes.n_experts), spec.mesh.shape["ep"]
+    uses = [_use(spec, name, weight) for name, weight in zip(EXPERTS, (gate_up, down), strict=True)]
+    shards = tuple(use.shards for use in uses)
 
-    def of_device(x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
+    def of_device(x: Array, chosen: Array, scores: Array, weights: Weights) -> Array:
         # The tokens of all ranks that share the experts, then of each rank its own again.
         x, chosen, scores = (lax.all_gather(each[0], "ep", tiled=True) for each in (x, chosen, scores))
-        first = lax.axis_index(axes) * len(gate_up)
+        first = lax.axis_index(axes) * len(weights[0].stored)
         compute = functools.partial(_in_passes, chosen.size // ranks) if ranks > 1 else _experts
-        out = compute(reduce, x, chosen - first, scores, gate_up, down)
+        out = compute(shards, x, chosen - first, scores, [on_device(weight) for weight in weights])
         out = lax.psum_scatter(out, "ep", tiled=True)
         return (lax.psum(out, "tp") if "tp" in axes else out)[None]
 
-    streams, stacked = PartitionSpec(STREAMS, "cp"), PartitionSpec(axes)
-    run = jax.shard_map(
-        of_device,
-        mesh=spec.mesh,
-        in_specs=(streams, streams, streams, stacked, stacked),
-        out_specs=streams,
-        check_vma=False,
-    )
+    streams = PartitionSpec(STREAMS, "cp")
+
+    def run(x: Array, chosen: Array, scores: Array, *stored: Array) -> Array:
+        weights = [use.weight(weight) for use, weight in zip(uses, stored, strict=True)]
+        on_devices = jax.shard_map(
+            of_device,
+            mesh=spec.mesh,
+            in_specs=(streams, streams, streams, [use.specs for use in uses]),
+            out_specs=streams,
+            check_vma=False,
+        )
+        return on_devices(x, chosen, scores, weights)
+
     return _keeping_own_tokens(spec, run)(x, chosen, scores.astype(x.dtype), gate_up, down), chosen
+
+
+def _use(spec: ModelSpec, name: str, weight: Array) -> ExpertUse:
+    placement = spec.use(f"{LAYER}{name}", weight.shape).stored.spec
+    return ExpertUse(spec.mesh, placement, spec.numbers.reduce if spec.trained else None)
 
 
 def _keeping_own_tokens(spec: ModelSpec, run: Callable[..., Array]) -> Callable[..., Array]:
@@ -79,12 +98,12 @@ def _keeping_own_tokens(spec: ModelSpec, run: Callable[..., Array]) -> Callable[
     return jax.checkpoint(run) if spec.mesh.shape["ep"] > 1 and not spec.recompute else run
 
 
-def _experts(reduce: str | None, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
+def _experts(shards: Shards, x: Array, chosen: Array, scores: Array, weights: Weights) -> Array:
     """Compute the experts ``0 <= chosen < E`` of a device for tokens ``[T, H]``; others belong to another device."""
-    n_experts, per_token = len(gate_up), chosen.shape[1]
+    n_experts, per_token = len(weights[0].stored), chosen.shape[1]
     order, counts = _by_expert(chosen, n_experts)
     tokens = order // per_token
-    return jnp.zeros_like(x).at[tokens].add(_rows(reduce, counts, x[tokens], scores.reshape(-1)[order], gate_up, down))
+    return jnp.zeros_like(x).at[tokens].add(_rows(shards, counts, x[tokens], scores.reshape(-1)[order], weights))
 
 
 def _by_expert(chosen: Array, n_experts: int) -> tuple[Array, Array]:
@@ -93,45 +112,55 @@ def _by_expert(chosen: Array, n_experts: int) -> tuple[Array, Array]:
     return jnp.argsort(expert), jnp.bincount(expert, length=n_experts + 1)[:-1].astype(jnp.int32)
 
 
-def _rows(reduce: str | None, counts: Array, x: Array, scores: Array, gate_up: Array, down: Array) -> Array:
+def _rows(shards: Shards, counts: Array, x: Array, scores: Array, weights: Weights) -> Array:
     """Return the weighted outputs of rows ``[N, H]``, sorted by expert."""
-    gate, up = jnp.split(grouped_linear(x, gate_up, counts, reduce), 2, -1)
-    return grouped_linear(jax.nn.silu(gate) * up, down, counts, reduce) * scores[:, None]
+    (gate_up, down), (of_gate_up, of_down) = weights, shards
+    gate, up = jnp.split(grouped_linear(x, gate_up, counts, of_gate_up), 2, -1)
+    return grouped_linear(jax.nn.silu(gate) * up, down, counts, of_down) * scores[:, None]
+
+
+_WHOLE: Shards = ((), ())
+
+
+def _gathered(weights: Weights, dtype: jnp.dtype, shards: Shards) -> Weights:
+    """Return weights without shards: devices make different numbers of passes, in which none can wait for others."""
+    return [w._replace(stored=gather(w.stored, dtype, axes)) for w, axes in zip(weights, shards, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _in_passes(
-    rows: int, reduce: str | None, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array
-) -> Array:
+def _in_passes(rows: int, shards: Shards, x: Array, chosen: Array, scores: Array, weights: Weights) -> Array:
     """Compute :func:`_experts`, ``rows`` rows at a time, in as many passes as there are rows. The backward computes them again."""
-    n_passes, of_pass = _passes(rows, chosen, len(gate_up))
+    n_passes, of_pass = _passes(rows, chosen, len(weights[0].stored))
+    whole = _gathered(weights, x.dtype, shards)
 
     def add(i: Array, out: Array) -> Array:
         choices, tokens, counts = of_pass(i)
-        return out.at[tokens].add(_rows(reduce, counts, x[tokens], scores.reshape(-1)[choices], gate_up, down))
+        return out.at[tokens].add(_rows(_WHOLE, counts, x[tokens], scores.reshape(-1)[choices], whole))
 
     return lax.fori_loop(0, n_passes, add, jnp.zeros_like(x))
 
 
-def _passes_forward(rows: int, reduce: str | None, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _in_passes(rows, reduce, *inputs), inputs
+_Inputs = tuple[Array, Array, Array, Weights]
 
 
-def _passes_backward(
-    rows: int, reduce: str | None, inputs: tuple[Array, ...], grad: Array
-) -> tuple[Array, None, Array, Array | None, Array | None]:
-    x, chosen, scores, *weights = inputs
-    n_passes, of_pass = _passes(rows, chosen, len(weights[0]))
-    # Gradients of weights are summed over passes in the dtype of the reduction, if it is wider.
-    wide = [w if reduce is None else w.astype(jnp.promote_types(w.dtype, reduce)) for w in weights]
-    trained = [] if reduce is None else wide
+def _passes_forward(rows: int, shards: Shards, *inputs: Any) -> tuple[Array, _Inputs]:
+    return _in_passes(rows, shards, *inputs), inputs  # type: ignore[return-value]
 
-    def add(i: Array, sums: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
+
+def _passes_backward(rows: int, shards: Shards, inputs: _Inputs, grad: Array) -> tuple[Array, None, Array, Weights]:
+    x, chosen, scores, weights = inputs
+    n_passes, of_pass = _passes(rows, chosen, len(weights[0].stored))
+    whole = _gathered(weights, x.dtype, shards)
+    trained = [weight.sums for weight in weights]
+
+    def add(i: Array, sums: tuple[Array, Array, list[Array | None]]) -> tuple[Array, Array, list[Array | None]]:
         of_x, of_scores, of_weights = sums
         choices, tokens, counts = of_pass(i)
 
-        def run(x: Array, scores: Array, trained: list[Array]) -> Array:
-            return _rows(reduce, counts, x, scores, *(trained or wide))
+        def run(x: Array, scores: Array, trained: list[Array | None]) -> Array:
+            return _rows(
+                _WHOLE, counts, x, scores, [w._replace(sums=its) for w, its in zip(whole, trained, strict=True)]
+            )
 
         _, pull = jax.vjp(run, x[tokens], scores.reshape(-1)[choices], trained)
         to_x, to_scores, to_weights = pull(grad[tokens])
@@ -142,9 +171,8 @@ def _passes_backward(
         )
 
     zeros = jax.tree.map(jnp.zeros_like, (x, scores.reshape(-1), trained))
-    of_x, of_scores, sums = lax.fori_loop(0, n_passes, add, zeros)
-    of_weights = [total.astype(w.dtype) for total, w in zip(sums, weights, strict=True)] if trained else [None, None]
-    return of_x, None, of_scores.reshape(scores.shape), *of_weights
+    of_x, of_scores, of_weights = lax.fori_loop(0, n_passes, add, zeros)
+    return of_x, None, of_scores.reshape(scores.shape), [cotangent(total) for total in of_weights]
 
 
 _in_passes.defvjp(_passes_forward, _passes_backward)
@@ -173,38 +201,41 @@ def _passes(rows: int, chosen: Array, n_experts: int) -> tuple[Array, Callable[[
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_linear(x: Array, weight: Array, counts: Array, reduce: str | None) -> Array:
+def grouped_linear(x: Array, weight: ExpertWeight, counts: Array, shards: tuple[str, ...]) -> Array:
     """Multiply consecutive groups of rows by one weight each.
 
     Args:
         x: ``[N, in]``, sorted by group.
-        weight: ``[E, out, in]``, in the master dtype.
+        weight: ``[E, out, in]``.
         counts: int32 ``[E]``. Rows of each group. Rows after the last group give zeros.
-        reduce: dtype of the sum of the gradient of ``weight``, by name; ``None`` for a frozen weight, which gets none.
+        shards: axes over which the last dimension of the weight is sharded. It is gathered for each product.
 
     Returns:
         ``[N, out]`` in the dtype of ``x``.
     """
-    return lax.platform_dependent(x, weight.astype(x.dtype), counts, cpu=_product_by_blocks, default=_product)
+    whole = gather(weight.stored, x.dtype, shards)
+    return lax.platform_dependent(x, whole, counts, cpu=_product_by_blocks, default=_product)
 
 
-def _grouped_forward(
-    x: Array, weight: Array, counts: Array, reduce: str | None
-) -> tuple[Array, tuple[Array | None, Array, Array]]:
-    return grouped_linear(x, weight, counts, reduce), (None if reduce is None else x, weight, counts)
+_Saved = tuple[tuple[Array, Array] | None, Array, Array]
+"""The input and a zero in the dtype of the gradient's sum, of a weight that is trained; the stored weight; the rows of each group."""
 
 
-def _grouped_backward(
-    reduce: str | None, saved: tuple[Array | None, Array, Array], grad: Array
-) -> tuple[Array, Array | None, None]:
-    x, weight, counts = saved
-    transposed = weight.astype(grad.dtype).swapaxes(1, 2)
+def _grouped_forward(x: Array, weight: ExpertWeight, counts: Array, shards: tuple[str, ...]) -> tuple[Array, _Saved]:
+    trained = None if weight.sums is None else (x, jnp.zeros((), weight.sums.dtype))
+    return grouped_linear(x, weight, counts, shards), (trained, weight.stored, counts)
+
+
+def _grouped_backward(shards: tuple[str, ...], saved: _Saved, grad: Array) -> tuple[Array, ExpertWeight, None]:
+    trained, stored, counts = saved
+    transposed = gather(stored, grad.dtype, shards).swapaxes(1, 2)
     grad_x = lax.platform_dependent(grad, transposed, counts, cpu=_product_by_blocks, default=_product)
-    if x is None or reduce is None:
-        return grad_x, None, None
-    by_blocks, at_once = (functools.partial(f, dtype=reduce) for f in (_outer_by_blocks, _outer))
-    grad_weight = lax.platform_dependent(grad, x, counts, cpu=by_blocks, default=at_once)
-    return grad_x, grad_weight.astype(weight.dtype), None
+    if trained is None:
+        return grad_x, cotangent(None), None
+    x, like = trained
+    by_blocks, at_once = (functools.partial(f, dtype=like.dtype) for f in (_outer_by_blocks, _outer))
+    sums = lax.platform_dependent(grad, x, counts, cpu=by_blocks, default=at_once)
+    return grad_x, cotangent(sums), None
 
 
 grouped_linear.defvjp(_grouped_forward, _grouped_backward)
@@ -222,12 +253,10 @@ def _product(x: Array, weight: Array, counts: Array) -> Array:
     return lax.ragged_dot(x, weight.swapaxes(1, 2), counts, precision=_precision(x)).astype(x.dtype)
 
 
-def _outer(grad: Array, x: Array, counts: Array, dtype: str) -> Array:
+def _outer(grad: Array, x: Array, counts: Array, dtype: jnp.dtype) -> Array:
     """Return the sum over the rows of each group of ``grad`` times ``x``, ``[E, out, in]``."""
     contract_rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-    return lax.ragged_dot_general(
-        grad, x, counts, contract_rows, precision=_precision(x), preferred_element_type=jnp.dtype(dtype)
-    )
+    return lax.ragged_dot_general(grad, x, counts, contract_rows, precision=_precision(x), preferred_element_type=dtype)
 
 
 # ---- on a CPU: blocks of rows, in a loop as long as there are rows
@@ -265,7 +294,7 @@ def _product_by_blocks(x: Array, weight: Array, counts: Array) -> Array:
     return lax.fori_loop(0, n_blocks, add, out)[: len(x)]
 
 
-def _outer_by_blocks(grad: Array, x: Array, counts: Array, dtype: str) -> Array:
+def _outer_by_blocks(grad: Array, x: Array, counts: Array, dtype: jnp.dtype) -> Array:
     starts, firsts, n_blocks = _blocks(counts)
     left, right = _padded(grad), _padded(x)
 
@@ -273,7 +302,7 @@ def _outer_by_blocks(grad: Array, x: Array, counts: Array, dtype: str) -> Array:
         group, start, mine = _block(b, counts, starts, firsts)
         a = jnp.where(mine, lax.dynamic_slice_in_dim(left, start, _ROWS), 0)
         product = jnp.einsum(
-            "no,ni->oi", a, lax.dynamic_slice_in_dim(right, start, _ROWS), preferred_element_type=jnp.dtype(dtype)
+            "no,ni->oi", a, lax.dynamic_slice_in_dim(right, start, _ROWS), preferred_element_type=dtype
         )
         return out.at[group].add(product)
 

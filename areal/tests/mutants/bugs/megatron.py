@@ -256,6 +256,15 @@ def megatron_experts_take_turns(right: Function) -> Function:
     return wrong
 
 
+@mutant(
+    "areal.engine.megatron.gradients:expect_param_gather",
+    "dist/megatron/test_overlapped_bits.py::test_overlap_changes_no_bit[megatron:d2-qwen3-float32]",
+)
+def update_is_not_gathered_after_a_reading(right: Function) -> Function:
+    """Weights that were read between the reduction and the step are taken for those of the step."""
+    return lambda chunks: None
+
+
 @mutant("areal.engine.megatron.weight_mapping:_full_model_indices", LOOP.format("megatron:p2v2"))
 def megatron_virtual_stages_in_a_row(right: Function) -> Function:
     """Layers are numbered as if the model chunks of a rank were consecutive."""

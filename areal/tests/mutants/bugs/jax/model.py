@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal.engine.jax.model.products import linear
+from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT
 from areal.tests.mutants.planting import Function, mutant
 
 _BLOCKS = "unit/jax/test_jax_attention.py::test_blocks_equal_attention_with_a_mask[{}]"
@@ -75,3 +76,18 @@ def tokens_of_all_ranks_kept(right: Function) -> Function:
 def window_of_a_family_without_one_in_jax(right: Function) -> Function:
     """A window in the configuration counts in every family."""
     return lambda config: (config.sliding_window,) * config.num_hidden_layers
+
+
+@mutant(
+    "areal.engine.jax.model.token_outputs:_values",
+    "unit/jax/test_jax_head_dtypes.py::test_gradients_of_a_value_head_are_not_summed_in_bfloat16",
+)
+def bias_of_values_summed_in_the_compute_dtype(right: Function) -> Function:
+    """The gradient of the value head's bias is summed over tokens in bfloat16."""
+
+    def wrong(spec: Any, params: Any, hidden: jax.Array) -> jax.Array:
+        weight = params[VALUE_WEIGHT]
+        values = linear(hidden, weight, spec.use(VALUE_WEIGHT, weight.shape))
+        return (values + params[VALUE_BIAS].astype(values.dtype))[..., 0].astype(spec.numbers.stats)
+
+    return wrong

@@ -45,3 +45,19 @@ def text_behind_a_turn_is_lost(right: Function) -> Function:
         return None if found is None else [found[0], *found[2:]]
 
     return wrong
+
+
+@mutant(
+    "areal.chat.call_format:CallFormat._end",
+    "unit/chat/test_call_format.py::test_call_that_is_cut_is_an_error_wherever_it_ends[*]",
+)
+def calls_need_no_end(right: Function) -> Function:
+    """A call that the limit of tokens cuts is executed with the parameters that it has."""
+
+    def wrong(self: Any, text: str, place: int) -> int:
+        try:
+            return right(self, text, place)
+        except ValueError:
+            return place
+
+    return wrong

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal.tests.mutants.planting import Function, mutant
+from areal.weight_sync.disk import published
 
 SLICES = "dist/parallel/test_weight_slices.py::test_{}"
 
@@ -30,3 +31,12 @@ def faults_of_receivers_kept(right: Function) -> Function:
 def one_receiver_passes_everything_on(right: Function) -> Function:
     """All trainer ranks send to the same receiver first, whose card carries more than the model."""
     return lambda receiver, trainer_rank, receivers: 1 + receiver
+
+
+@mutant(
+    "areal.weight_sync.disk:superseded",
+    "unit/weight_sync/test_weight_sync_disk.py::test_versions_stay_until_later_ones_have_all_of_their_tensors[*]",
+)
+def full_version_removed_before_selected_ones(right: Function) -> Function:
+    """The newest versions stay, whatever tensors they have."""
+    return lambda folder, keep: [path for path, _ in published(folder)[:-keep]]
