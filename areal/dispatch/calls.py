@@ -168,7 +168,7 @@ class Calls:
         if row.sent is Sent.MICROBATCHES:
             return self._start_on_microbatches(name, row, arguments, use)
         if row.returned is Returned.RANKS:
-            return self.start(name, self.verb(name, arguments, row.returned), list, use=use)
+            return self.start(name, self.verb(name, arguments, row.returned), of_all_ranks, use=use)
         if row.returned is not Returned.RANK_0:
             raise ValueError(f"{name} has no future: call it itself")
         return self.start(name, self.verb(name, arguments, row.returned), rank_0, use=use)
@@ -387,6 +387,11 @@ def computed_outputs(arguments: Mapping[str, Any]) -> Outputs:
     if "loss_fn" not in arguments:
         return arguments.get("outputs", DEFAULT_OUTPUTS)
     return LossCall.of(**arguments).outputs
+
+
+def of_all_ranks(values: Sequence[list[T]]) -> list[T]:
+    """Return what the ranks have, in one list."""
+    return [value for each in values for value in each]
 
 
 def rank_0(values: Sequence[T]) -> T:

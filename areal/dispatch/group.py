@@ -59,7 +59,7 @@ class WorkerGroup(DispatchedVerbs):
             the first :meth:`save` to a folder checks it, before anything is written.
 
     Raises:
-        ValueError: the layout and the executor differ in size, or the engine does not support the layout or an option.
+        ValueError: the layout and the executor differ in size, the engine does not support the layout or an option, or the name has a slash.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class WorkerGroup(DispatchedVerbs):
         name: str = "engine",
         shared_folder: str | Path | None = None,
     ) -> None:
+        if not name or "/" in name:
+            raise ValueError(f"name = {name!r}: it must not be empty, and have no slash")
         self._executor = executor or InProcess()
         self.config = engine_config(engine_class(config.dims.backend), config)
         self.dims = config.dims

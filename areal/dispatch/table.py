@@ -313,7 +313,7 @@ class DispatchedVerbs(TrainEngine):
         self._call("onload", params=params, grads=grads, optimizer=optimizer)
 
     def memory(self) -> list[EngineMemory]:
-        return [report for reports in self._call("memory") for report in reports]
+        return self._call("memory")
 
 
 class GroupAdapters:

@@ -219,7 +219,7 @@ class BaseTrainEngine(EngineState):
         must_differ = with_loss and rules.spec.equal_batches == "error"
         claim_of = None if self._memory_limit is None else functools.partial(self._memory_limit.claim, kind)
         agreed = self._sync.plan(plan_here, components.schedule, claim_of, (kind, returns), must_differ=must_differ)
-        self._context.warn(agreed.longest, components.max_positions, speaks=self.control.rank == 0)
+        self._context.check(agreed.longest, components.max_positions, components.fixed_positions, not self.control.rank)
         # A pipeline sends hidden states of one shape.
         padded_length = agreed.padded_length if components.schedule.equal_lengths else None
         # Index tensors that the model needs are copied to the device together with the batch.

@@ -184,21 +184,32 @@ class BatchRules:
         return plan
 
 
-class ContextWarning:
-    """A warning of the first sequence that is longer than those for which the model was made."""
+class ContextCheck:
+    """What happens to sequences that are longer than those for which the model was made: the first one is named in the log."""
 
     def __init__(self) -> None:
         self._warned = False
 
-    def warn(self, longest: int, positions: int | None, *, speaks: bool) -> None:
-        """Warn once.
+    def check(self, longest: int, positions: int | None, in_table: bool, speaks: bool) -> None:
+        """Warn once, or raise on all ranks.
 
         Args:
-            longest: length of the longest sequence of a call.
+            longest: length of the longest sequence of a call, over all ranks.
             positions: positions of the model; ``None`` without a limit.
+            in_table: whether positions are learned: there are no more.
             speaks: whether this rank logs the warning.
+
+        Raises:
+            ValueError: a sequence is longer than a table of learned positions.
         """
-        if positions is None or longest <= positions or self._warned:
+        if positions is None or longest <= positions:
+            return
+        if in_table:
+            raise ValueError(
+                f"a sequence has {longest} tokens, and the model has learned {positions} positions (max_position_embeddings): shorten the "
+                "sequences"
+            )
+        if self._warned:
             return
         self._warned = True
         if speaks:

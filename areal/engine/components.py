@@ -156,6 +156,7 @@ class EngineComponents:
         gradients: of what is trained, the model or its adapters.
         vocab_size: upper bound of token ids.
         max_positions: length of the sequences for which the model was made, in tokens; ``None`` if unknown.
+        fixed_positions: whether positions are learned, so that longer sequences cannot be computed.
         media_tokens: token ids that stand for an image, a video or sound that the engine does not take.
         images: images that the model takes; ``None`` if it is trained on text alone.
         streams: packed streams of a micro-batch that this process computes, each within the budget of a micro-batch.
@@ -178,6 +179,7 @@ class EngineComponents:
     gradients: Gradients
     vocab_size: int
     max_positions: int | None = None
+    fixed_positions: bool = False
     media_tokens: frozenset[int] = frozenset()
     images: ImageRules | None = None
     streams: int = 1

@@ -23,7 +23,7 @@ from areal.api.memory import EngineMemory
 from areal.api.sections.backend import BackendConfig
 from areal.api.weights import LocalTensor, NamedTensor, SelectName, stream_of
 from areal.engine.agreement import check_ranks
-from areal.engine.batch_rules import ContextWarning
+from areal.engine.batch_rules import ContextCheck
 from areal.engine.checkpoint.checkpointer import FolderWeights
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.loss_call import AdditivityProbe
@@ -94,7 +94,7 @@ class EngineState(TrainEngine):
         self._started = False
         self._device_memory = 0  # bytes of the smallest device of all ranks
         self._additivity = AdditivityProbe()
-        self._context = ContextWarning()
+        self._context = ContextCheck()
         self._moved = MovedBytes()  # since the last step
 
     def initialize(self, spec: FinetuneSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,11 +76,17 @@ class Processes:
         """
         left = [rank for rank in range(len(self.actors)) if rank != lost]
         ranks = {self.actors[rank].leave.remote(): rank for rank in left}
-        # One that waits in a collective of the caller's code never replies.
-        ready, _ = ray.wait([*ranks], num_returns=min(size, len(ranks)), timeout=seconds)
-        kept = sorted(ranks[ref] for ref in ready if _succeeded(ref))
+        # Others may be lost, too. One that waits in a collective of the caller's code never replies.
+        kept: list[int] = []
+        waiting, end = [*ranks], time.monotonic() + seconds
+        while waiting and len(kept) < size:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            kept += [ranks[ref] for ref in ready if _succeeded(ref)]
+            if not ready:
+                break
         if len(kept) < size:
             return None
+        kept.sort()
         _end([self.actors[rank] for rank in set(left) - set(kept)], None)
         infos = [self.process_infos[rank] for rank in kept]
         try:

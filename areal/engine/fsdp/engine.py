@@ -39,6 +39,7 @@ from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.classifier import check_classifier
 from areal.engine.model.forward_plan import plan_forward
 from areal.engine.model.fused_layers import LayerFunctions
+from areal.engine.model.heads import learns_positions
 from areal.engine.model.hub import cast_parameters, max_positions, read_config
 from areal.engine.model.invariant import EXPERTS, check_invariant_model
 from areal.engine.model.liger import liger_functions
@@ -134,6 +135,7 @@ class FSDPEngine(BaseTrainEngine):
             gradients=self._gradients,
             vocab_size=chunks.full_model.vocab_size,
             max_positions=max_positions(hf_config),
+            fixed_positions=learns_positions(chunks.full_model.hf),
             media_tokens=media_tokens(hf_config, images),
             images=images,
             rows=self._rows,

@@ -9,6 +9,7 @@ experts than the others, but at least one.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,12 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
     if not experts:
         raise ValueError(
             f"backend = '{dims}': model type {config.model_type!r} has no stacked experts to spread over ranks; leave e out"
+        )
+    taken = inspect.signature(type(experts[0]).forward).parameters.values()
+    if len(taken) < 4 and not any(each.kind is each.VAR_POSITIONAL for each in taken):
+        raise ValueError(
+            f"backend = '{dims}': experts of model type {config.model_type!r} do not take the ids of experts, by which tokens are sent to "
+            "ranks; leave e out"
         )
     if weightless := count_weightless(experts[0]):
         raise ValueError(

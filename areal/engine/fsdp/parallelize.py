@@ -48,13 +48,14 @@ def parallelize(
         spread_experts(model, submesh(expert_mesh, "ep"))
     # Checkpointing wraps a layer's own forward, inside of FSDP's hooks, which gather the layer's parameters. Graphs of compiled layers do
     # themselves what selective checkpointing does.
-    if not (config.fsdp.compile and config.activation_checkpointing == "selective"):
-        checkpoint_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
-        for layer in layers:
-            if isinstance(layer.forward, RecomputedForward):
-                layer.forward.remember += [keep_running] if model.recurrence is not None else []
-                # A recomputation has the bits of the forward: routers choose the same experts.
-                layer.forward.remember += [lambda: batch_invariant] if model.invariant else []
+    in_graphs = config.fsdp.compile and config.activation_checkpointing == "selective"
+    checkpointed = vision_layers(model.hf) if in_graphs else layers
+    checkpoint_layers(checkpointed, config.activation_checkpointing, config.fsdp.checkpointed_share)
+    for layer in checkpointed:
+        if isinstance(layer.forward, RecomputedForward):
+            layer.forward.remember += [keep_running] if model.recurrence is not None else []
+            # A recomputation has the bits of the forward: routers choose the same experts.
+            layer.forward.remember += [lambda: batch_invariant] if model.invariant else []
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
         # A pipeline stage runs several forwards before the first backward: by default its weights stay gathered.

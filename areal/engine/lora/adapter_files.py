@@ -63,16 +63,27 @@ def _gather_full_tensors(adapter: Adapter, control: ControlPlane, *, with_optim:
     return {name: x for name, x in full.items() if x is not None}
 
 
-def read_training(folder: Path, plan: AdapterPlan) -> Mapping[str, Any]:
+def read_training(folder: Path, plan: AdapterPlan, optimizer: str) -> Mapping[str, Any]:
     """Read the training state that :func:`adapter_files` has written.
 
+    Args:
+        folder: directory of the adapter.
+        plan: its layers.
+        optimizer: type of the optimizer that goes on with it.
+
     Raises:
-        ValueError: the file is missing, damaged, or of another adapter.
+        ValueError: the file is missing, damaged, or of another adapter or type of optimizer.
     """
     file = folder / TRAINING_FILE
     if not file.is_file():
         raise ValueError(f"{folder} was saved without optimizer state: load it with with_optim=False")
     state = read_state(file)
+    # States of earlier releases are without settings.
+    saved = state["schedule"].get("settings", {}).get("type", optimizer)
+    if saved != optimizer:
+        raise ValueError(
+            f"{file} is of the optimizer {saved!r}, and this run has {optimizer!r}: load it with with_optim=False"
+        )
     shapes = plan.shapes
     # Moments have the shapes of their weights; scalars such as the step are exempt.
     for name, x in state["moments"].items():

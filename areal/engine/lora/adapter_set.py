@@ -200,7 +200,8 @@ class AdapterSet:
         base = None if self._config.init_from_scratch else self._config.path
         plan, weights = peft_format().read_folder(folder, self._hf, base)
         # Read everything before building, so that a damaged file changes nothing.
-        state = read_training(folder, plan) if with_optim and self._config.optimizer else None
+        settings = self._config.optimizer
+        state = None if settings is None or not with_optim else read_training(folder, plan, settings.type)
         adapter = self._build(plan)
         adapter.fill(weights)
         if state is not None:

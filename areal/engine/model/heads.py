@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from areal.api import IGNORE_INDEX, TopKOutput
+from areal.engine.model.hub import max_positions
 from areal.engine.stream.layout import AdapterRuns, Runs
 from areal.utils.functional import HeadUpdate
 from areal.utils.functional.logprobs import HeadOutputs, default_keep_bytes, head_outputs, logits
@@ -196,8 +197,11 @@ class OwnHead:
         hidden = torch.cat([hidden, hidden.new_zeros(dummies, hidden.shape[1])])
         if targets is not None:
             targets = torch.cat([targets, targets.new_full((dummies, *targets.shape[1:]), IGNORE_INDEX)])
-        scale = temperature if isinstance(temperature, Tensor) else hidden.new_full((len(hidden),), temperature)
-        scale = torch.cat([scale, scale.new_ones(len(hidden) - len(scale))]).detach()
+        if not isinstance(temperature, Tensor):
+            temperature = hidden.new_full(
+                (len(hidden),), temperature, dtype=torch.promote_types(hidden.dtype, torch.float32)
+            )
+        scale = torch.cat([temperature, temperature.new_ones(len(hidden) - len(temperature))]).detach()
 
         # Chunk by chunk; the backward computes the logits of a chunk again.
         chunks = []
@@ -263,6 +267,17 @@ def decoder_of(hf: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel) and module is not hf:
             return module
     raise ValueError(f"{type(hf).__name__} has no module that is its decoder, so that it cannot be trained")
+
+
+def learns_positions(hf: PreTrainedModel) -> bool:
+    """Return whether a decoder looks up positions in a table of learned ones, as GPT-2 and OPT do."""
+    tokens, positions = hf.get_input_embeddings(), max_positions(hf.config)
+    return any(
+        isinstance(module, nn.Embedding)
+        and module is not tokens
+        and module.num_embeddings - getattr(module, "offset", 0) == positions
+        for module in decoder_of(hf).modules()
+    )
 
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:

@@ -26,6 +26,8 @@ MODEL_FILES = (
     "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
+    "tekken.json",
 )
 """Files of a model other than weights and configuration. A checkpoint gets copies from the model's source."""
 
@@ -71,12 +73,15 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 def check_rope(config: PretrainedConfig) -> None:
     """Raise a ``ValueError`` if the rotary frequencies of a token depend on the rest of its batch."""
-    rope = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
-    if rope in _BATCH_DEPENDENT_ROPE:
-        raise ValueError(
-            f"rope_type = {rope!r}: its frequencies depend on the longest sequence beside a token, so that the "
-            "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
-        )
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    # Families with several kinds of layers have parameters for each.
+    for each in (parameters, *(its for its in parameters.values() if isinstance(its, dict))):
+        rope = each.get("rope_type")
+        if rope in _BATCH_DEPENDENT_ROPE:
+            raise ValueError(
+                f"rope_type = {rope!r}: its frequencies depend on the longest sequence beside a token, so that the "
+                "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
+            )
 
 
 def copy_model_files(source: str, draft: Path) -> list[str]:

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the stacked weights of experts in transformers: ``[E, 2 I, H]`` and ``[E, H, I]``."""
+
+_STACKED = (*WEIGHTS, "up_proj", "weight")
+"""Names of weights of three dimensions that some module of experts has."""
 
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)}
 
@@ -27,6 +31,31 @@ def has_stacked_experts(module: nn.Module) -> bool:
     # A dense layer may have linear modules of these names (Phi-3, Zamba2).
     weights = [getattr(module, name, None) for name in WEIGHTS]
     return all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
+
+
+def check_convertible(name: str, module: nn.Module, setting: str) -> None:
+    """Raise if a module has experts in a form whose products no conversion finds.
+
+    Args:
+        name: of the module within its layer.
+        setting: name of the setting that leaves modules out.
+
+    Raises:
+        ValueError: names the module and the way out.
+    """
+    if isinstance(module, _ConvNd):
+        return
+    stacks = [key for key, weight in module.named_parameters(recurse=False) if weight.dim() == 3 and key in _STACKED]
+    if not stacks:
+        return
+    why = "" if has_stacked_experts(module) else f"the experts' weights {', '.join(stacks)}"
+    # [E, 2 I, H] and [E, H, I]; others have [E, H, 2 I] and [E, I, H].
+    if not why and module.get_parameter("gate_up_proj").shape[-1] != module.get_parameter("down_proj").shape[-2]:
+        why = "experts whose inputs are rows"
+    if why:
+        raise ValueError(
+            f"{name} has {why}, which are not converted here: add {name.rpartition('.')[2]!r} to {setting}, which leaves them as they are"
+        )
 
 
 def stacked_experts(module: nn.Module) -> list[Any]:

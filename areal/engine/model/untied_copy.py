@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import PretrainedConfig
 
 from areal.engine.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, TensorFiles
+from areal.engine.checkpoint.tensor_layout import disk_layout
 from areal.engine.model.hub import copy_model_files, model_folder, read_config
 from areal.engine.model.media import model_factory
 from areal.utils.dtensor import full_box
@@ -62,11 +64,22 @@ def write_untied_copy(path: str, folder: Path) -> None:
 
 
 def _tied_names(path: str) -> tuple[list[str], str]:
-    """Return the names of the weight that a model's embedding and head have in common, and that of its head."""
-    with torch.device("meta"):
-        model: Any = model_factory(config := read_config(path)).from_config(config)
+    """Return the names on disk of the weight that a model's embedding and head have in common, and of the head of an untied model."""
+    config = read_config(path)
+    model = _without_values(config)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:
         raise ValueError(f"path = {path!r}: its embeddings are not tied: use the model as it is")
-    tied = [name for name, x in model.named_parameters(remove_duplicate=False) if x is head.weight]
-    return tied, next(f"{name}.weight" for name, x in model.named_modules() if x is head)
+    tied = {name for name, x in model.named_parameters(remove_duplicate=False) if x is head.weight}
+    stored = [piece.name for name, pieces in disk_layout(model).items() if name in tied for piece in pieces]
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+    untied = _without_values(config)
+    name = next(f"{name}.weight" for name, x in untied.named_modules() if x is untied.get_output_embeddings())
+    # Files may have the weight under another of its names.
+    return [*stored, *sorted(tied - set(stored))], disk_layout(untied)[name][0].name
+
+
+def _without_values(config: PretrainedConfig) -> Any:
+    with torch.device("meta"):
+        return model_factory(config).from_config(config)

@@ -119,7 +119,7 @@ class Gateway:
         Args:
             client: generates the answers.
             name: id of the session, for a program that names it in ``X-Session-ID``. It must be hard to guess. By default it is random.
-            max_requests: maximum number of answers; ``None`` for no limit.
+            max_requests: maximum number of requests that are answered or under way; ``None`` for no limit.
 
         Raises:
             RuntimeError: the gateway does not serve.
@@ -175,6 +175,8 @@ class Gateway:
     def _end_if_idle(self, session: Session) -> None:
         if session.busy:
             self._wait_for_requests(session)
+            return
+        if session.ended:
             return
         self.counts["timed_out"] += 1
         session.end(f"no request came for {self._idle_seconds:g} s")

@@ -92,6 +92,7 @@ class Session:
         Raises:
             RequestError: the session has ended, has used its requests, or the prompt is too long.
         """
+        self.check_open()  # again: others may have come since the request was read
         asked = [prompt for prompt in prompts for _ in range(n)]
         seeds = [sampling.seed if sampling.seed is None else sampling.seed + number for number in range(len(asked))]
         requests = (
@@ -110,11 +111,11 @@ class Session:
             raise RequestError(
                 410, "session_ended", f"session {self.id[:6]}...: {self._ended}; it answers no further request"
             )
-        if self._max_requests is not None and self.counts["requests"] >= self._max_requests:
+        if self._max_requests is not None and self.counts["requests"] + len(self._running) >= self._max_requests:
             raise RequestError(
                 410,
                 "too_many_requests",
-                f"session {self.id[:6]}...: it has had max_requests = {self._max_requests} answers",
+                f"session {self.id[:6]}...: it has had max_requests = {self._max_requests} requests, with those under way",
             )
 
     async def _unless_ended(self, work: Coroutine[Any, Any, R]) -> R:

@@ -141,10 +141,10 @@ class Fleet:
         return [each for each in self.servers if each.requests.room]
 
     def report(self, server: Server) -> None:
-        """Note that a server could not be reached, or was started anew. It gets no requests until it has the current weights."""
+        """Note that a server could not be reached, was started anew, or was taken. It gets no requests until it has the current weights."""
         if isinstance(server.state, Serving):
             server.enter(Away(server.version, f"{server.url} cannot be reached"))
-            self._notify()
+        self._notify()
         if isinstance(server.state, Lost | Taken | Updating) or self._returns(server):
             return
         self.counts["away"] += 1
@@ -284,7 +284,9 @@ class Fleet:
 
     async def wake(self, servers: Sequence[Server] | None = None) -> list[str]:
         """Wake servers, by default all. Returns the error of each, or an empty string."""
-        return await asyncio.gather(*(wake_server(each, self._times.step) for each in servers or self.servers))
+        return await asyncio.gather(
+            *(wake_server(each, self._times.step) for each in (self.servers if servers is None else servers))
+        )
 
     async def close(self) -> None:
         """Leave the servers to others, and close the connections."""

@@ -27,7 +27,7 @@ from areal.inference.http.label import Owner
 from areal.inference.http.model_check import ModelCheck
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
-from areal.inference.http.server_state import Outdated, UpdateTimes
+from areal.inference.http.server_state import Serving, UpdateTimes, Updating
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
 from areal.inference.http.updates import WeightUpdates
 from areal.inference.protocol import Completion, Sampling, checked_prompt, without_media
@@ -128,17 +128,16 @@ class HTTPRollout:
         self._control: Control = ControlPlane(alone=True) if control is None else control
         self._owner = Owner(take_over=take_over)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # Other ranks make no connection.
-        urls_here = server_urls if self.owns_servers else []
         self._model = ModelCheck(model, quantization)
-        self._clients = ClientPool(client_processes if self.owns_servers else 0)
-        servers = [
-            Server(self._clients.connection(url, headers), dialect, self._owner, version, self._model, max_requests)
-            for url in urls_here
-        ]
+
+        def connect() -> tuple[ClientPool, list[Server]]:
+            clients = ClientPool(client_processes if self.owns_servers else 0)  # other ranks make no connection
+            connections = [clients.connection(url, headers) for url in server_urls if self.owns_servers]
+            return clients, [Server(x, dialect, self._owner, version, self._model, max_requests) for x in connections]
+
+        self._clients, servers = self._control.attempt(connect)
         self._fleet = Fleet(servers, UpdateTimes(update_seconds, drain_seconds), "rollout-http")
-        self._version = version
-        self._updating = threading.RLock()
+        self._version, self._updating = version, threading.RLock()
         self._closed = self._asleep = False
         self._tasks: set[asyncio.Task[Any]] = set()
         path = None if folder is None else Path(folder).resolve()
@@ -362,7 +361,7 @@ class HTTPRollout:
                 self._fleet.admit()
             if reply is None:
                 self._fleet.counts["discarded"] += 1
-                if isinstance(server.state, Outdated):
+                if not isinstance(server.state, Serving | Updating):
                     self._fleet.report(server)
                 continue
             if reply[0].tokens or reply[0].finish == "length":
@@ -376,6 +375,7 @@ class HTTPRollout:
 
     async def _sleep(self) -> list[str]:
         """Put all servers to sleep, or none. Returns the error of each, or an empty string."""
+        await asyncio.gather(*(task for task in self._tasks if task.cancelling()), return_exceptions=True)
         if self._tasks:
             raise RuntimeError(f"{len(self._tasks)} answers are running: wait for them before sleep()")
         self._asleep = True

@@ -77,15 +77,14 @@ class Server:
         max_requests: int | None = None,
     ) -> None:
         self.connection, self._dialect, self._owner, self._model = connection, dialect, owner, model
-        self.url = connection.url
+        self.url, self.restarts = connection.url, 0
         self.state: ServerState = Serving(version)
         self.routes: Routes | None = None
-        self.restarts = 0
         self.requests = InFlight(None if max_requests is None else ConcurrencyLimit(max_requests))
-        self.turn = asyncio.Lock()
+        self.turn, self._label = asyncio.Lock(), ServerLabel(connection, owner)
         self.loaded: ServerWeights | None = None
-        self._label = ServerLabel(connection, owner)
         self._start_version: int | None = None  # version of the weights with which it starts, if known
+        self._load_begun = False  # since it was started: it may have other weights
 
     @property
     def version(self) -> int | None:
@@ -204,7 +203,7 @@ class Server:
         """Note that the server has a label that this owner has not set."""
         if self.version is None and not isinstance(self.state, Away):
             return  # counted once, however many replies show it
-        self.routes = None
+        self.routes, self._load_begun = None, False
         if (other := self._owner.other(found)) is not None:
             self.enter(Taken(f"{self.url} belongs to another HTTPRollout now, in {other}"))
             return
@@ -327,6 +326,7 @@ class Server:
         while True:
             routes = await self.known_routes(deadline)
             *before, call = routes.load(weights.folder, self._owner.label(weights.version))
+            self._load_begun = True
             try:
                 await self.connection.insist(call, deadline, fails=True, before=before)
             except Unavailable:
@@ -364,9 +364,9 @@ class Server:
         """Label a server that was started anew before its first update: its weights are those that it had. Returns their version.
 
         Raises:
-            RuntimeError: it had others.
+            RuntimeError: it had others, or has begun to load others.
         """
-        if self._start_version is None or self.routes is None:
+        if self._start_version is None or self.routes is None or self._load_begun:
             raise RuntimeError(self.why)
         await self._label.give(self.routes, self._start_version)
         return self._start_version

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +72,19 @@ def test_own_head_takes_several_targets_and_none(electra: PreTrainedModel) -> No
     assert out.logprobs.isnan().nonzero().tolist() == [[3, 1]]
     torch.testing.assert_close(out.logprobs[:3], logits.log_softmax(-1)[:3].gather(1, targets[:3]))
     assert OwnHead(electra).outputs(hidden, None, temperature=1.0, entropy=False, topk=2).logprobs is None
+
+
+def test_temperature_of_own_head_is_not_rounded(electra: PreTrainedModel) -> None:
+    """A number and the same number for each token: of hidden states in bfloat16, 0.7 would become 0.69921875."""
+    model = copy.deepcopy(electra).to(torch.bfloat16)
+    hidden = 4 * torch.randn(64, model.config.hidden_size, dtype=torch.bfloat16)
+    targets = torch.randint(0, VOCABULARY, (64,))
+    by_number, by_token = (
+        OwnHead(model).outputs(hidden, targets, temperature=temperature, entropy=True, topk=None)
+        for temperature in (0.7, torch.full((64,), 0.7))
+    )
+    assert torch.equal(by_number.logprobs, by_token.logprobs)
+    assert torch.equal(by_number.entropy, by_token.entropy)
 
 
 def test_own_head_without_tokens_uses_its_parameters(electra: PreTrainedModel) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from areal.api.sections.float8 import Float8Config
-from areal.engine.model.stacked_experts import WEIGHTS, has_stacked_experts, is_grouped_product
+from areal.engine.model.stacked_experts import WEIGHTS, check_convertible, has_stacked_experts, is_grouped_product
 from areal.engine.torch.float8.products import Products
 
 
@@ -32,8 +32,10 @@ def convert_layers(layers: Sequence[nn.Module], config: Float8Config, products: 
         for name, module in layer.named_modules():
             if name.rpartition(".")[2] in config.exclude:
                 continue
+            if products.grouped is not None:
+                check_convertible(name, module, "float8.exclude")
             if isinstance(module, nn.Linear):
-                _check(name, module.weight, config, products)
+                _check(f"{name}.weight", module.weight, config, products)
                 forward: Any = _Float8Linear(module, products.linear)
             elif products.grouped is not None and has_stacked_experts(module):
                 for weight in WEIGHTS:
@@ -51,9 +53,10 @@ def convert_layers(layers: Sequence[nn.Module], config: Float8Config, products: 
 def _check(name: str, weight: Tensor, config: Float8Config, products: Products) -> None:
     out, inputs = weight.shape[-2:]
     if out % products.multiple or inputs % products.multiple:
+        module = name.removesuffix(".weight")
         raise ValueError(
-            f"float8.recipe = {config.recipe!r}: {name} has {inputs} inputs and {out} outputs, and both must be multiples of "
-            f"{products.multiple}; add {name.removesuffix('.weight').rpartition('.')[2]!r} to float8.exclude, or leave experts out"
+            f"float8.recipe = {config.recipe!r}: {module} has {inputs} inputs and {out} outputs, and both must be multiples of "
+            f"{products.multiple}; add {name.split('.')[-2]!r} to float8.exclude, or leave experts out"
         )
 
 

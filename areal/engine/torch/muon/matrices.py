@@ -115,6 +115,10 @@ def _sizes(own: str, rows: int, above: Any, config: PretrainedConfig) -> tuple[i
         return (rows // 3,) * 3
     if own == "qkv_proj":
         text = config.get_text_config()
+        if not hasattr(text, "num_key_value_heads"):
+            raise ValueError(
+                f"optimizer.type = 'muon': the order of the projections in qkv_proj of {text.model_type!r} is not known; choose 'adamw'"
+            )
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return (text.num_attention_heads * head, *(text.num_key_value_heads * head,) * 2)
     if own == "in_proj_qkv":

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from areal.api.sections.quantization import QuantizationConfig
-from areal.engine.model.stacked_experts import WEIGHTS, has_stacked_experts, is_grouped_product, replaced_weights
+from areal.engine.model.stacked_experts import (
+    WEIGHTS,
+    check_convertible,
+    has_stacked_experts,
+    is_grouped_product,
+    replaced_weights,
+)
 from areal.engine.torch.quantization.formats import Format, Rounding, format_of
 
 _PRODUCTS = {F.linear, torch.bmm}
@@ -52,8 +58,11 @@ def round_layers(layers: Sequence[nn.Module], config: QuantizationConfig) -> lis
     found: dict[str, None] = {}
     for layer in layers:
         for name, module in layer.named_modules():
+            if name.rpartition(".")[2] in config.exclude:
+                continue
+            check_convertible(name, module, "quantization.exclude")
             weights = _weights_of(module)
-            if not weights or name.rpartition(".")[2] in config.exclude:
+            if not weights:
                 continue
             for weight in weights:
                 _check(f"{name}.{weight}", module._parameters[weight], form, config)

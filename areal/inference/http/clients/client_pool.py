@@ -120,7 +120,7 @@ class ClientHandle:
         """
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await self._ready
+                await asyncio.shield(self._ready)  # cancelling this must not cancel what the watch waits for
         except TimeoutError as error:
             raise RuntimeError(
                 f"client process {self._process.pid} was not ready within {_START_SECONDS:g} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.api import Batch, FinetuneSpec, LoRAConfig, MicroBatchSpec, TokenOutputs, TrainEngine
+from areal.api import (
+    Batch,
+    FinetuneSpec,
+    LoRAConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    SaveLoadMeta,
+    TokenOutputs,
+    TrainEngine,
+)
 from areal.dispatch import WorkerGroup
 from areal.tests.dist.checkpoint.lora_engines import ADAPTERS, moments, named, of, without_key
 from areal.tests.grid.cases import as_input
@@ -281,3 +291,21 @@ def test_ranks_of_a_coordinate_name_the_same_adapters() -> None:
             ValueError, match="ranks 0 and 1 share data-parallel coordinate 0 but were passed different"
         ):
             engine.forward_batch(samples)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(("first", "second"), [("sgd", "adamw"), ("adamw", "sgd")])
+def test_state_of_another_optimizer_is_refused(first: str, second: str, tmp_path: Path) -> None:
+    kinds = {"sgd": OptimizerConfig(type="sgd", lr=0.1, momentum=0.9), "adamw": OptimizerConfig(lr=1e-2)}
+    with started("fsdp:d1", lora=LORA, optimizer=kinds[first]) as engine:
+        engine.train_batch(global_batch(), loss)
+        engine.adapters.save("default", tmp_path / "adapter", with_optim=True)
+        engine.save(SaveLoadMeta(tmp_path / "run", weight_format="dcp"))
+    message = f"is of the optimizer '{first}', and this run has '{second}': load it with with_optim=False"
+    with started("fsdp:d1", lora=LORA, optimizer=kinds[second]) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.adapters.load("theirs", tmp_path / "adapter", with_optim=True)
+        with pytest.raises(ValueError, match=message):
+            engine.load(SaveLoadMeta(tmp_path / "run", weight_format="dcp"))
+        engine.adapters.load("theirs", tmp_path / "adapter")
+        engine.train_batch(global_batch(), loss)

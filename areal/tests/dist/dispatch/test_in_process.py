@@ -77,6 +77,7 @@ CALLS: dict[str, Callable[[TrainEngine], Any]] = {
     "padded": lambda engine: engine.forward_batch(
         as_input(global_batch(3), "padded"), outputs=("logprobs", "entropy", TopK(3))
     ),
+    "memory": lambda engine: (engine.memory(), engine.start(TrainEngine.memory).result()),
     "set_lr": lambda engine: (engine.set_lr(0.125), engine.lr)[1],
     "custom": lambda engine: (
         mbs := engine.microbatches(global_batch(4)),

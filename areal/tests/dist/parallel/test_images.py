@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, SaveLoadMeta, TokenOutputs
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.engine.batch_rules import rules_of
+from areal.engine.fsdp.activation_checkpointing import RecomputedForward
 from areal.engine.fsdp.parallelize import transformer_layers
 from areal.engine.fsdp.tensor_plans import PLANS
 from areal.engine.model.vision import vision_layers
@@ -217,6 +218,18 @@ def test_a_saved_model_has_its_tower(family: str, tmp_path: Path) -> None:
     assert moved == {name for name, _ in before.named_parameters()}
     reference = Reference(str(tmp_path / "saved")).forward([samples(family)[2]], ("logprobs",))["logprobs"]
     assert_rows([after], reference, [0], 1e-5)
+
+
+@pytest.mark.world(1)
+def test_layers_of_the_tower_recompute_beside_compiled_layers() -> None:
+    """Graphs of the decoder's layers recompute themselves; the tower is not compiled."""
+    fsdp = {"compile": True, "compile_backend": "aot_eager"}
+    path = family_dir("qwen2_5_vl")
+    with started("fsdp:d1", path=path, fsdp=fsdp, activation_checkpointing="selective") as engine:
+        model: Any = engine._components.model[0]
+        recomputed = [isinstance(layer.forward, RecomputedForward) for layer in vision_layers(model.hf)]
+        assert recomputed == [True] * len(recomputed)
+        assert not any(isinstance(layer.forward, RecomputedForward) for layer in transformer_layers(model))
 
 
 @pytest.mark.world(2)

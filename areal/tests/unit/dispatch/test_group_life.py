@@ -100,3 +100,10 @@ def test_engines_beside_one_that_fails_are_destroyed(
         assert (engines(ranks), StandIn.destroyed) == ([], [0])
         group.initialize(SPEC)
         assert engines(ranks) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["", "policy/ema", "ppo/"])
+def test_names_of_groups_have_no_slash(name: str) -> None:
+    """The names of objects on the ranks begin with the name of their group and a slash."""
+    with pytest.raises(ValueError, match=f"name = {name!r}: it must not be empty, and have no slash"):
+        WorkerGroup(config("fsdp:d1"), name=name)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.ray.actor import ProcessInfo, last_lines
@@ -99,6 +101,38 @@ def test_processes_that_reply_after_a_loss_make_a_world(monkeypatch: pytest.Monk
     assert (left.actors, left.process_infos) == (tuple(actors[2:]), tuple(infos[2:]))
     assert [actor.world for actor in actors] == [None, None, (0, 2), (1, 2)]
     assert ended == actors[:1]
+
+
+def test_processes_that_are_left_by_two_losses_make_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second lost process answers at once, with an error; those that live take a moment to leave."""
+    actors = [Process() for _ in range(4)]
+    infos = [process_info("a" if rank < 2 else "b", rank) for rank in range(4)]
+
+    def leave(rank: int) -> Future[Any]:
+        future: Future[Any] = Future()
+        if rank >= 2:
+            future.set_exception(RayActorError())
+        return future
+
+    def wait(refs: list[Future[Any]], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        done = [ref for ref in refs if ref.done()][:num_returns]
+        if not done:
+            refs[0].set_result(None)
+            done = refs[:1]
+        return done, [ref for ref in refs if ref not in done]
+
+    for rank, actor in enumerate(actors):
+        actor.leave = SimpleNamespace(remote=partial(leave, rank))  # type: ignore[assignment]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(
+        ray, "get", lambda refs, **_: [ref.result(0) for ref in refs] if isinstance(refs, list) else refs.result(0)
+    )
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    started = Start(Demand(2, 1, {"CPU": 1}, "PACK"), 1.0, 1, None, None, {}, None, None)
+    left = Processes(tuple(actors), tuple(infos), None).without(2, started, 2, 5.0)
+    assert left is not None
+    assert [actor.world for actor in actors] == [(0, 2), (1, 2), None, None]
 
 
 def test_missing_resources_are_named() -> None:

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import LoRAConfig
 from areal.cli.untie import run_untie
+from areal.engine.model.media import model_factory
 from areal.engine.model.untied_copy import write_untied_copy
 from areal.tests.grid.models import adapter_dir, model_dir
+from areal.tests.grid.vision_models import VISION_FAMILIES
 
 
 def logprobs(model: Any) -> Tensor:
@@ -40,6 +42,18 @@ def test_copy_has_the_same_logits_and_two_weights(tmp_path: Path) -> None:
         assert not json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
         with pytest.raises(SystemExit, match=r"areal untie: folder = .* exists: remove it"):
             run_untie([source, str(folder)])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen2_vl"])
+def test_names_on_disk_differ_from_those_in_memory(family: str, tmp_path: Path) -> None:
+    config = VISION_FAMILIES[family](tie_word_embeddings=True)
+    torch.manual_seed(0)
+    base = model_factory(config).from_config(config, dtype=torch.float32).eval()
+    base.save_pretrained(tmp_path / "base")
+    write_untied_copy(str(tmp_path / "base"), tmp_path / "copy")
+    copy = model_factory(config).from_pretrained(tmp_path / "copy", dtype=torch.float32).eval()
+    assert copy.get_output_embeddings().weight is not copy.get_input_embeddings().weight
+    assert torch.equal(logprobs(copy), logprobs(base))
 
 
 def test_models_that_are_not_tied_are_refused(tmp_path: Path) -> None:

@@ -343,3 +343,41 @@ def test_session_needs_a_gateway_that_serves() -> None:
     gateway = Gateway(tokenizer(), Sampling(4))
     with pytest.raises(RuntimeError, match="async with gateway"), gateway.session(Model()):
         pass
+
+
+def test_requests_at_once_count_towards_their_limit() -> None:
+    async def main() -> None:
+        async with served(Model()) as (gateway, _, _):
+            model = Model(written("5"))
+            model.generate = slowly(model.generate)  # type: ignore[method-assign]
+            with gateway.session(model, max_requests=2) as session:
+                async with httpx2.AsyncClient(base_url=session.base_url, timeout=PROMPTLY) as http:
+                    body = {"model": "policy", "messages": [USER]}
+                    replies = await asyncio.gather(*(http.post("/chat/completions", json=body) for _ in range(4)))
+            assert sorted(reply.status_code for reply in replies) == [200, 200, 410, 410]
+            assert len(model.prompts) == 2
+
+    run(main)
+
+
+def slowly(generate: Any) -> Any:
+    async def later(prompt_ids: list[int], sampling: Sampling) -> Any:
+        completion = await generate(prompt_ids, sampling)
+        await asyncio.sleep(0.3)
+        return completion
+
+    return later
+
+
+def test_session_that_timed_out_is_counted_once() -> None:
+    async def main() -> None:
+        async with served(Model(written("5")), idle_seconds=0.05) as (gateway, session, http):
+            while not session.ended:
+                await asyncio.sleep(0.02)
+            for _ in range(2):
+                reply = await http.post("/chat/completions", json={"model": "policy", "messages": [USER]})
+                assert reply.status_code == 410
+                await asyncio.sleep(0.2)
+            assert gateway.counts["timed_out"] == 1
+
+    run(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,12 @@ def test_bad_options_are_refused(make_vllm: Make, vllm: Process) -> None:
     rollout = make_vllm(vllm, dialect=Closure(), client_processes=1)
     with pytest.raises(ValueError, match=r"client_processes: VLLMTokenRoutes cannot be sent .* client_processes=0"):
         run(rollout.generate(PROMPT, endless(4)))
+
+
+def test_refused_server_is_named_and_leaves_no_thread(make_vllm: Make, vllm: Process) -> None:
+    """The contact fails while the processes start."""
+    vllm.tell(logprobs_mode="raw_logprobs")
+    threads = {thread for thread in threading.enumerate() if thread.name == "rollout-http"}
+    with pytest.raises(ValueError, match="raw_logprobs"):
+        make_vllm(vllm, client_processes=1)
+    wait_until(lambda: {thread for thread in threading.enumerate() if thread.name == "rollout-http"} == threads)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from areal.inference.http import HTTPRollout
+from areal.inference.http import VLLM, HTTPRollout, SGLang
 from areal.tests.harness.limits import promptly, wait_until
 from areal.tests.harness.servers.rollout_http import PROMPT, Process, assert_drawn_from, replica, run, weights
 from areal.tests.unit.inference.http.conftest import Make
@@ -65,3 +65,21 @@ def test_server_started_anew_between_load_and_label_loads_again(make_vllm: Make,
     assert_drawn_from(replica(1), answer)
     assert vllm.calls(LOAD) == 1
     assert rollout.counts["restarted"] == 1
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_first_load_without_a_reply_leaves_a_server_out(
+    make_vllm: Make, vllm: Process, sglang: Process, kind: str
+) -> None:
+    """It may have the new weights, and must not go on as the one that has those of its start. The next update brings it back."""
+    server, dialect, load = (vllm, VLLM(), LOAD) if kind == "vllm" else (sglang, SGLang(), "/update_weights_from_disk")
+    rollout = make_vllm(server, dialect=dialect, update_seconds=1.0)
+    server.lose(load, times=99)
+    assert failure_of_update(rollout)
+    with promptly(), pytest.raises(RuntimeError, match="no server has known weights"):
+        run(rollout.generate(PROMPT, endless(3)))
+    server.tell(reset=True)
+    rollout.update(weights(2), 2)
+    (answer,) = run(rollout.generate(PROMPT, endless(3)))
+    assert answer.versions == (2,) * 3
+    assert_drawn_from(replica(2), answer)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from areal.tests.harness.limits import wait_until
+from areal.tests.harness.limits import promptly, wait_until
 from areal.tests.harness.servers.rollout_http import (
     PROMPT,
     Background,
@@ -185,3 +185,14 @@ def test_server_that_is_not_there_yet_is_examined_when_it_is(make_vllm: Make, vl
     vllm.restart()
     assert_drawn_from(replica(), background.result()[0])
     assert vllm.calls(LABEL) == 1
+
+
+def test_answers_in_the_line_end_when_another_owner_takes_the_server(make_vllm: Make, vllm: Process) -> None:
+    vllm.tell(step_seconds=0.1)
+    rollout = make_vllm(vllm, max_requests=1, deadline=3, timeout=2)
+    drawn = vllm.drawn()
+    background = Background(*(rollout.generate(PROMPT, endless(40, seed=seed)) for seed in range(3)))
+    wait_until(lambda: vllm.drawn() > drawn + 2)
+    make_vllm(vllm, take_over=True)
+    with promptly(), pytest.raises(RuntimeError, match="belongs to another HTTPRollout now"):
+        background.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -202,3 +203,32 @@ def test_adapter_whose_layers_cannot_be_stacked_is_refused(
     assert sglang.calls("/load_lora_adapter") == 0
     rollout.load(adapter_dir(model_dir("qwen3"), LoRAConfig(rank=4, target_modules=("q_proj", "v_proj"))), 2)
     assert run(rollout.generate(PROMPT, endless(4)))[0].versions == (2,) * 4
+
+
+def test_server_that_refuses_to_sleep_goes_on(sglang: Process, make_vllm: Make) -> None:
+    """It has no backup of its weights, and must not be woken as if it had slept."""
+    rollout = make_vllm(sglang, dialect=SGLang())
+    sglang.can("/release_memory_occupation", status=500, body="the memory saver is off")
+    with pytest.raises(RuntimeError, match="the memory saver is off"):
+        rollout.sleep()
+    assert sglang.calls("/resume_memory_occupation") == 0
+    (answer,) = run(rollout.generate(PROMPT, endless(3)))
+    assert answer.versions == (0,) * 3
+
+
+def test_sleep_waits_for_answers_that_are_being_cancelled(sglang: Process, make_vllm: Make) -> None:
+    """Their caller has left, and the server is still told to end them."""
+    rollout = make_vllm(sglang, dialect=SGLang())
+    sglang.tell(step_seconds=0.1)
+
+    async def leave() -> None:
+        answer = asyncio.ensure_future(rollout.generate(PROMPT, endless(40)))
+        drawn = await asyncio.to_thread(sglang.drawn)
+        while await asyncio.to_thread(sglang.drawn) <= drawn:
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(sglang.can, "/abort_request", delay=0.5)
+        answer.cancel()
+
+    asyncio.run(leave())
+    rollout.sleep()
+    rollout.wake()
