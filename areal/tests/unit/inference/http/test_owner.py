@@ -191,8 +191,9 @@ def test_answers_in_the_line_end_when_another_owner_takes_the_server(make_vllm: 
     vllm.tell(step_seconds=0.1)
     rollout = make_vllm(vllm, max_requests=1, deadline=3, timeout=2)
     drawn = vllm.drawn()
-    background = Background(*(rollout.generate(PROMPT, endless(40, seed=seed)) for seed in range(3)))
+    answers = [Background(rollout.generate(PROMPT, endless(40, seed=seed))) for seed in range(3)]
     wait_until(lambda: vllm.drawn() > drawn + 2)
     make_vllm(vllm, take_over=True)
-    with promptly(), pytest.raises(RuntimeError, match="belongs to another HTTPRollout now"):
-        background.result()
+    for answer in answers:
+        with promptly(), pytest.raises(RuntimeError, match="belongs to another HTTPRollout now"):
+            answer.result()
