@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the stacked weights of experts in transformers: ``[E, 2 I, H]`` and ``[E, H, I]``."""
@@ -43,7 +42,7 @@ def check_convertible(name: str, module: nn.Module, setting: str) -> None:
     Raises:
         ValueError: names the module and the way out.
     """
-    if isinstance(module, _ConvNd):
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return
     stacks = [key for key, weight in module.named_parameters(recurse=False) if weight.dim() == 3 and key in _STACKED]
     if not stacks:
