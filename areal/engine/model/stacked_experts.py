@@ -47,14 +47,16 @@ def check_convertible(name: str, module: nn.Module, setting: str) -> None:
     stacks = [key for key, weight in module.named_parameters(recurse=False) if weight.dim() == 3 and key in _STACKED]
     if not stacks:
         return
-    why = "" if has_stacked_experts(module) else f"the experts' weights {', '.join(stacks)}"
-    # [E, 2 I, H] and [E, H, I]; others have [E, H, 2 I] and [E, I, H].
-    if not why and module.get_parameter("gate_up_proj").shape[-1] != module.get_parameter("down_proj").shape[-2]:
+    if not has_stacked_experts(module):
+        why = f"the experts' weights {', '.join(stacks)}"
+    # [E, H, 2 I] and [E, I, H], where others have [E, 2 I, H] and [E, H, I].
+    elif module.get_parameter("gate_up_proj").shape[-1] != module.get_parameter("down_proj").shape[-2]:
         why = "experts whose inputs are rows"
-    if why:
-        raise ValueError(
-            f"{name} has {why}, which are not converted here: add {name.rpartition('.')[2]!r} to {setting}, which leaves them as they are"
-        )
+    else:
+        return
+    raise ValueError(
+        f"{name} has {why}, which are not converted here: add {name.rpartition('.')[2]!r} to {setting}, which leaves them as they are"
+    )
 
 
 def stacked_experts(module: nn.Module) -> list[Any]:
