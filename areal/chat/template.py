@@ -62,7 +62,8 @@ class Template:
         except (TemplateError, TypeError) as error:
             if any(message.get("tool_calls") for message in messages):
                 with contextlib.suppress(TemplateError, TypeError):
-                    return self._rendered([_with_arguments(message, as_text=True) for message in given], prompt)
+                    as_text = [_with_arguments(self._with_parts(message), as_text=True) for message in messages]
+                    return self._rendered(as_text, prompt)
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
 
@@ -171,7 +172,7 @@ def _with_arguments(message: Message, *, as_text: bool) -> Message:
         function = call["function"]
         arguments = function["arguments"]
         if as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments)
+            arguments = json.dumps(arguments, ensure_ascii=False)
         elif not as_text and isinstance(arguments, str):
             with contextlib.suppress(ValueError):
                 arguments = json.loads(arguments)

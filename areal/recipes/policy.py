@@ -24,6 +24,7 @@ from areal.recipes.data.text import Text
 from areal.recipes.evaluation import PolicyEvaluation, reward_scalars
 from areal.recipes.functions import load_function
 from areal.recipes.generation.rollouts import check_pictures, make_rollout, sync_of
+from areal.recipes.group_rewards import has_contrast, shuffled
 from areal.recipes.policy_config import DistillConfig, GRPOConfig, PolicyConfig, PPOConfig
 from areal.recipes.record.evaluations import add_evaluation
 from areal.recipes.record.samples import SampleLog
@@ -45,7 +46,6 @@ from areal.trainer.losses import (
 from areal.trainer.ppo import Critic, PPOOptions, PPOTrainer, Sync
 from areal.trainer.rollout import Episode, RewardPool, Runner, SingleTurn
 from areal.trainer.rollout.plan import Keep
-from areal.trainer.rollout.sequence import Sequence as Trajectory
 from areal.trainer.rollout.tool_episode import ToolEpisode
 from areal.trainer.trackers import Tracker
 from areal.utils.data import Segment
@@ -153,7 +153,7 @@ class PolicyRun(Run[C], Generic[C]):
         self.sync = self._sync or sync_of(self.rollout)
         # 2. Episodes.
         self.episode = self._episode or self._make_episode(config.temperature)
-        keep = self._keep or (_has_contrast if config.replace_flat else None)
+        keep = self._keep or (has_contrast if config.replace_flat else None)
         self.runner = Runner(self.rollout, self.episode, self.rows, config.plan(), keep=keep)
         self.closing.callback(self.runner.close)
         self.evaluation = None if self.held_out is None else self._make_evaluation(self.held_out)
@@ -288,7 +288,7 @@ class PolicyRun(Run[C], Generic[C]):
                 rewards = rewards + overlong_penalty(
                     lengths, max_length=config.max_new_tokens, cache_length=config.overlong_tokens
                 )
-            return _shuffled(rewards, samples, config.seed) if config.shuffle_rewards else rewards
+            return shuffled(rewards, samples, config.seed) if config.shuffle_rewards else rewards
 
         return shape if config.shuffle_rewards or config.overlong_tokens is not None else None
 
@@ -361,6 +361,11 @@ class DistillRun(PolicyRun[DistillConfig]):
 
     def _prepare(self) -> None:
         super()._prepare()
+        measures = (self._reward, self.config.reward, self._episode, self._eval_episode)
+        if self.held_out is not None and all(each is None for each in measures):
+            raise ValueError(
+                "held_out or evaluation without reward: an evaluation measures it; set one, or leave the rows of the evaluation out"
+            )
         theirs = AutoTokenizer.from_pretrained(self.config.teacher)
         if theirs.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
@@ -370,7 +375,7 @@ class DistillRun(PolicyRun[DistillConfig]):
 
     def _user_reward(self) -> UserReward:
         if self._reward is None and self.config.reward is None:
-            return _no_reward
+            return lambda row, answer: 0.0
         return super()._user_reward()
 
     def _make_trainer(self, sync: Sync, options: PPOOptions) -> PPOTrainer:
@@ -383,18 +388,3 @@ class DistillRun(PolicyRun[DistillConfig]):
             PPOClip(0.2, 0.2), kl=KLTerm(0.0, "k1"), report_entropy=True, correction=self._correction()
         )
         return PPOTrainer(self.engine, objective, self.runner, sync, reference=self.teacher, **options)
-
-
-def _no_reward(row: Any, answer: str) -> float:
-    return 0.0
-
-
-def _has_contrast(group: list[Trajectory]) -> bool:
-    """Return whether the rewards of a group differ."""
-    return len({sequence.reward for sequence in group}) > 1
-
-
-def _shuffled(rewards: Tensor, samples: list[Sample], seed: int) -> Tensor:
-    """Return the rewards in a random order."""
-    generator = torch.Generator().manual_seed(int(samples[0]["group_ids"]) + seed)
-    return rewards[torch.randperm(len(rewards), generator=generator)]

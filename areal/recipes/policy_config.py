@@ -185,10 +185,6 @@ class DistillConfig(PolicyConfig):
                 )
         if self.routing_replay:
             raise ValueError("routing_replay = True: the teacher's experts are others; leave it out")
-        if self.reward is None and self.held_out:
-            raise ValueError(
-                f"held_out = {self.held_out} without reward: an evaluation measures it; set one, or leave held_out out"
-            )
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -157,15 +158,20 @@ def _token_logprobs(completion: Completion, decode: Decode) -> list[dict[str, An
 
     tops = completion.top or ((),) * len(completion.tokens)
     return [
-        {**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in zip(*top, strict=True)] if top else []}
+        {**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in _sampleable(top)]}
         for token, logprob, top in zip(completion.tokens, completion.logprobs, tops, strict=True)
     ]
+
+
+def _sampleable(top: Sequence[Any]) -> list[tuple[int, float]]:
+    """Return tokens and log-probs without the tokens that ``top_p`` and ``top_k`` exclude: their ``-inf`` is no JSON."""
+    return [pair for pair in zip(*top, strict=True) if pair[1] > -math.inf]
 
 
 def _text_logprobs(completion: Completion, decode: Decode) -> dict[str, Any]:
     texts = [decode([token]) for token in completion.tokens]
     starts = [sum(map(len, texts[:number])) for number in range(len(texts))]
-    tops = [{decode([token]): logprob for token, logprob in zip(*top, strict=True)} for top in completion.top]
+    tops = [{decode([token]): logprob for token, logprob in _sampleable(top)} for top in completion.top]
     return {
         "tokens": texts,
         "token_logprobs": list(completion.logprobs),

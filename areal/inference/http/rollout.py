@@ -126,9 +126,8 @@ class HTTPRollout:
                 raise ValueError(f"{name} = {value}: it must be above 0 seconds")
         self._dialect, self._timeout, self._deadline = dialect, timeout, deadline
         self._control: Control = ControlPlane(alone=True) if control is None else control
-        self._owner = Owner(take_over=take_over)
+        self._owner, self._model = Owner(take_over=take_over), ModelCheck(model, quantization)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._model = ModelCheck(model, quantization)
 
         def connect() -> tuple[ClientPool, list[Server]]:
             clients = ClientPool(client_processes if self.owns_servers else 0)  # other ranks make no connection
@@ -165,8 +164,8 @@ class HTTPRollout:
     def counts(self) -> dict[str, int]:
         """Numbers of events since the start.
 
-        ``failed``: attempts without a reply. ``discarded``: replies that were thrown away, because an update cancelled them or the weights were
-        not those of the last update. ``away``: times that a server could not be reached. ``restarted``: servers that were started anew.
+        ``failed``: attempts without a reply. ``discarded``: replies of which an update cancelled the request, or of other weights than the last
+        update's. ``away``: times that a server could not be reached. ``restarted``: servers that were started anew.
         """
         return {**self._fleet.counts, "restarted": sum(server.restarts for server in self._fleet.servers)}
 
@@ -186,7 +185,6 @@ class HTTPRollout:
             RuntimeError: the engine is closed or asleep, or another rank has the servers. No attempt succeeded within ``deadline``, a reply
                 does not have the documented form or has the token of an image, or the weights of a server give log-probs that are not finite.
         """
-        # Checked here, before a request is queued.
         self._check_awake()
         if not self.owns_servers:
             raise RuntimeError("the first rank owns the servers, and this is another: only the first generates")
@@ -211,7 +209,7 @@ class HTTPRollout:
             RuntimeError: see :meth:`load`.
         """
         with self._updating:
-            self._check_awake()
+            self._control.attempt(self._check_awake)
             self._updates.sync(engine, version)
             self._version = version
 
@@ -227,7 +225,7 @@ class HTTPRollout:
         """
         try:
             with self._updating:
-                self._check_awake()
+                self._control.attempt(self._check_awake)
                 self._updates.update(tensors, version)
                 self._version = version
         finally:
@@ -249,13 +247,13 @@ class HTTPRollout:
                 reached are no error as long as one server has the weights. Or the engine is asleep.
         """
         with self._updating:
-            self._check_awake()
+            self._control.attempt(self._check_awake)
             self._updates.load(folder, version)
             self._version = version
 
     @property
     def asleep(self) -> bool:
-        """True between :meth:`sleep` and :meth:`wake`."""
+        """True between :meth:`sleep` and :meth:`wake`, on the rank that has the servers."""
         return self._asleep
 
     def sleep(self) -> None:
@@ -346,11 +344,13 @@ class HTTPRollout:
         fault = "no server could be asked"
         while True:
             server = await self._fleet.pick(answer, self._deadline)
-            left = (answer.deadline or 0.0) - time.monotonic()
-            if server is None or left <= 0:
-                raise RuntimeError(f"no answer within {self._deadline:g} s; the last attempt: {fault}")
-            answer.check_length(server.routes.served.max_context if server.routes is not None else None)
+            late = f"no answer within {self._deadline:g} s; the last attempt: {fault}"
+            if server is None:
+                raise RuntimeError(late)
             try:
+                if (left := (answer.deadline or 0.0) - time.monotonic()) <= 0:
+                    raise RuntimeError(late)
+                answer.check_length(server.routes.served.max_context if server.routes is not None else None)
                 reply = await server.generate(uuid.uuid4().hex, answer, min(left, self._timeout))
             except Unavailable as error:
                 fault = str(error)
@@ -378,9 +378,9 @@ class HTTPRollout:
         await asyncio.gather(*(task for task in self._tasks if task.cancelling()), return_exceptions=True)
         if self._tasks:
             raise RuntimeError(f"{len(self._tasks)} answers are running: wait for them before sleep()")
-        self._asleep = True
+        self._asleep = self.owns_servers
         faults = await self._fleet.sleep()
-        self._asleep = not any(faults)
+        self._asleep = self.owns_servers and not any(faults)
         return faults
 
     async def _wake(self) -> list[str]:

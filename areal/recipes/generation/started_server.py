@@ -24,6 +24,8 @@ _VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "
 """Environment variables with which vLLM must be started."""
 _INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 """Variable of vLLM's own mode of batch invariance."""
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens addresses of this machine, of which a proxy for downloads knows nothing."""
 _SHOWN = 3000
 """Characters of the log in an error."""
 
@@ -104,7 +106,7 @@ class StartedServer:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+            with _DIRECT.open(f"{self.url}/health", timeout=5) as reply:
                 return bool(reply.status == 200)
         except OSError:
             return False

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from areal.tinker.backends.backend import TrainingBackend
-from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
+from areal.tinker.backends.errors import BackendAwayError, BackendLostError, ServerError, UserError
 
 _T = TypeVar("_T")
 
@@ -70,12 +70,12 @@ class BackendThread:
         """Try again to start a backend that could not be restarted.
 
         Raises:
-            ServerError: it cannot be started now, either.
+            BackendAwayError: it cannot be started now, either.
         """
         if self.error is not None:
             await self.restart(self.error)
         if self.error is not None:
-            raise ServerError(f"{self.error}: try again later, or restart the server")
+            raise BackendAwayError(f"{self.error}: try again later, or restart the server")
 
     async def restart(self, reason: str) -> None:
         """Start the backend again after its loss. A failure is kept in ``error``."""

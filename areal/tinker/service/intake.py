@@ -70,6 +70,10 @@ class Intake:
         except UserError as error:
             await self._reject(entry, str(error), "user")
             return Submitted(request_id, model_id)
+        except Exception as error:
+            # Content that validation does not foresee.
+            await self._reject(entry, f"the request could not be read: {type(error).__name__}: {error}", "user")
+            return Submitted(request_id, model_id)
         self._creating[owner] += 1
         try:
             await self._runs.add(model, seq)

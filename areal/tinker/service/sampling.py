@@ -173,9 +173,9 @@ class Samplers:
 
     async def end(self, name: str) -> None:
         """End a sampling session: its requests fail, and its weights are released."""
-        session = self._sessions.pop(name, None)
         over = update(sampling_sessions).where(sampling_sessions.c.id == name).values(state="over")
         await self._database.write(lambda connection: connection.execute(over))
+        session = self._sessions.pop(name, None)
         if session is None:
             return
         for request_id in list(session.requests):

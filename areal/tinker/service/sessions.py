@@ -121,8 +121,9 @@ class Sessions:
         over = {"state": "over", "ended": time.time(), "reason": dict(reason or {})}
         live = (sessions.c.id == session_id) & (sessions.c.state == "live")
         try:
-            await self._database.write(lambda c: c.execute(update(sessions).where(live).values(**over)))
+            # First the models: of a server that ends in the middle, the next one still has the session, and the models that are left.
             await self._on_end(session_id, message, timed_out)
+            await self._database.write(lambda c: c.execute(update(sessions).where(live).values(**over)))
         except Exception:
             self._watch(session)
             raise

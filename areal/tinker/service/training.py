@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from areal.tinker.backends.backend import TrainingBackend
-from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
+from areal.tinker.backends.errors import BackendAwayError, BackendLostError, ServerError, UserError
 from areal.tinker.service.backend_thread import BackendThread, BackendTurns, EndTurn
 from areal.tinker.service.checkpoints import CheckpointRegistry, lost_message
 from areal.tinker.service.order import Entry, LiveModel, Order
@@ -51,10 +51,8 @@ class Training:
     ) -> None:
         self._backend = backend
         self._thread = BackendThread(backend)
-        self._futures = futures
-        self._registry = registry
-        self._samplers = samplers
-        self._settings = settings
+        self._futures, self._registry = futures, registry
+        self._samplers, self._settings = samplers, settings
         self.server = Capabilities(backend.limits(), backend.losses(), backend.optimizers(), settings)
         self._recovery = Recovery(backend, self._thread, database, futures, registry, self.server)
         self.order = Order()
@@ -288,6 +286,8 @@ class Training:
             await self._note_begun()
         except BackendLostError as error:
             await self._lose_models(str(error), [(model, head)] if head else [])
+        except BackendAwayError as error:
+            await self._futures.fail([entry.request_id for entry in model.pass_over()], str(error), "server")
         except Exception as error:
             logger.error("%s could not be restored", model.id, exc_info=error)
             await self._lose_model(model, f"it could not be restored: {error}")
@@ -303,7 +303,7 @@ class Training:
             return None
         if model.asleep:
             await self._restore(model, await self._turns.take())
-        return None if model.closed is not None or model.asleep else await self._recovery.save_timed_out(model)
+        return None if model.closed is not None else await self._recovery.save_timed_out(model)
 
     # ------------------------------------------------------------------ help
 

@@ -61,6 +61,7 @@ class CallPool:
         self._workers: set[_Thread] = set()  # those that take calls
         self._idle = 0
         self._closing = False
+        self._late: set[asyncio.Future[None]] = set()  # results that are awaited, though nobody waits for them
 
     async def __call__(self, *args: Any) -> Any:
         """Return the result of a call.
@@ -93,9 +94,21 @@ class CallPool:
         """
         call = _Call(args)
         self._submit(call)
-        async with asyncio.timeout(seconds):
-            await _finished(call)
+        try:
+            async with asyncio.timeout(seconds):
+                await _finished(call)
+        except BaseException:
+            late = asyncio.ensure_future(self._await_late(call, args))
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
+            raise
         return await self._in_time(_resolved(call), args)
+
+    async def _await_late(self, call: _Call, args: tuple[Any, ...]) -> None:
+        """Await what a call returns for which nobody waits any more."""
+        await _finished(call)
+        with contextlib.suppress(Exception):
+            await self._in_time(_resolved(call), args)
 
     def close(self) -> None:
         """End the workers that are idle; others end after their calls. The pool may be used again, with new workers."""

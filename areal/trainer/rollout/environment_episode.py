@@ -107,12 +107,12 @@ class EnvironmentEpisode:
         made = _Made(self._make)
         try:
             sequence = await self._play(client, made, item)
+            await self._pool("close", made.close)
         except (Exception, asyncio.CancelledError):
             # The first error is the one to report.
             with contextlib.suppress(Exception):
                 await self._pool.call_in_any_case(_CLOSE_SECONDS, "close", made.close)
             raise
-        await self._pool("close", made.close)
         return [sequence]
 
     def close(self) -> None:
@@ -158,6 +158,8 @@ class _Made:
 
     def close(self) -> Any:
         with self._lock:
+            if self._closed:
+                return None
             self._closed = True
             return getattr(self._environment, "close", lambda: None)()
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from areal.chat import Chat, ToolCall
 from areal.chat.answer import Message
 from areal.inference.protocol import RolloutClient, Sampling
-from areal.trainer.rollout.call_pool import CallPool
+from areal.trainer.rollout.call_pool import CallPool, is_async
 from areal.trainer.rollout.rewards import RewardPool
 from areal.trainer.rollout.sequence import Sequence
 from areal.trainer.rollout.turn_limits import TurnLimits
@@ -70,7 +70,9 @@ class ToolEpisode:
             raise ValueError(f"tools = {names}, and the chat has {sorted(chat.tools)}: make it with the same tools")
         self._chat, self._messages, self._rewrites = chat, messages, rewrites
         self._pools = {
-            tool.__name__: ToolPool(_Called(tool), seconds=tool_seconds, processes=processes) for tool in tools
+            # Coroutines run on the event loop.
+            tool.__name__: ToolPool(_Called(tool), seconds=tool_seconds, processes=processes and not is_async(tool))
+            for tool in tools
         }
         self._rewards = reward if isinstance(reward, RewardPool) else RewardPool(reward)
         self._limits = TurnLimits(chat, sampling, max_turns, max_tokens)

@@ -159,6 +159,29 @@ def test_distillation_approaches_the_teacher(backend: str, tmp_path: Path) -> No
     assert set(got["rollout/reward"]) == {0.0}
 
 
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_rows_for_evaluation_need_a_reward(backend: str, tmp_path: Path) -> None:
+    """Any reward: a lambda has no name that the settings could record."""
+
+    def run(name: str, *reward: Any, **settings: Any) -> Any:
+        run = distill(
+            recipe_model(),
+            rows(24),
+            recipe_model(),
+            *reward,
+            backend=backend,
+            output=tmp_path / name,
+            **SMALL,
+            **settings,
+        )
+        return run.build()
+
+    assert run("measured", lambda row, answer: 1.0, held_out=4).held_out is not None
+    for name, settings in (("held_out", {"held_out": 4}), ("evaluation", {"evaluation": rows(4, 1)})):
+        with pytest.raises(ValueError, match="held_out or evaluation without reward: an evaluation measures it"):
+            run(name, **settings)
+
+
 TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"

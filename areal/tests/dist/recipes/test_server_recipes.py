@@ -130,3 +130,14 @@ def test_server_ends_with_a_run_whose_processes_are_ended(backend: str, number: 
     os.killpg(process.pid, signal.Signals[number])
     process.wait()
     assert is_closed(url)
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_server_is_found_beside_a_proxy_for_downloads(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with StartedServer(COMMAND, recipe_model(), "vllm", tmp_path / "log", start_seconds=60.0) as server:
+        assert server.url.startswith("http://127.0.0.1:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -167,3 +168,13 @@ def test_tools_are_functions_or_schemas() -> None:
     }
     assert '"calculator"' in tokenizer.decode(Chat(tokenizer, [schema]).prompt([USER]))
     assert '"expression"' in tokenizer.decode(Chat(tokenizer, TOOLS).prompt([USER]))
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_arguments_as_text_keep_their_characters(as_text: bool) -> None:
+    """A template that wants JSON gets the caller's text, or one with the characters of the values."""
+    text = '{"city":"Zürich","days":3}'
+    function = {"name": "forecast", "arguments": text if as_text else json.loads(text)}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    rendered = chat_of(templates.LISTED, *TOOLS).template.text([USER, call])
+    assert (text if as_text else '{"city": "Zürich", "days": 3}') in rendered

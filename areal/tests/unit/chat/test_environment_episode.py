@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -268,3 +270,38 @@ def test_bad_limits_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             episode(**options)
+
+
+class Resets(Guess):
+    """A game whose first reset takes as long as the item says."""
+
+    def reset(self, item: Any) -> Any:
+        time.sleep(item)
+        return super().reset(7)
+
+
+class ResetsAndClosesLater(Resets):
+    async def close(self) -> None:  # type: ignore[override]
+        self.closed += 1
+
+
+@pytest.mark.parametrize("kind", [Resets, ResetsAndClosesLater])
+def test_environment_whose_close_waits_for_another_call_is_closed(
+    kind: type[Guess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An episode that is over is cancelled while its close is in the queue; one that fails gives up waiting for it."""
+    monkeypatch.setattr("areal.trainer.rollout.environment_episode._CLOSE_SECONDS", 0.1)
+    chat, made = episode(kind, workers=1)
+
+    async def run() -> None:
+        first = asyncio.ensure_future(made.run(answers(chat, "7"), 0))
+        while not Guess.made:
+            await asyncio.sleep(0.001)
+        busy = asyncio.ensure_future(made.run(answers(chat, "7"), 1.0))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(first, 0.3)
+        await asyncio.wait_for(busy, PROMPTLY)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(run())
+    wait_until(lambda: [game.closed for game in Guess.made] == [1, 1], "both are closed", 10.0)

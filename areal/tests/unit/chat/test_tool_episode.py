@@ -123,7 +123,7 @@ def test_coroutines_and_processes() -> None:
         await asyncio.sleep(0)
         return calculator(expression)
 
-    for tool, options in ((later, {}), (calculator, {"processes": True})):
+    for tool, options in ((later, {}), (calculator, {"processes": True}), (later, {"processes": True})):
         chat, made = episode(tool, **options)
         client = Scripted(answer(chat, "", ToolCall(tool.__name__, {"expression": "2+2"})), answer(chat, "4"))
         assert play(made, client).stats["tool_errors"] == 0

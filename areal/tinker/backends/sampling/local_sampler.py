@@ -181,14 +181,9 @@ class LocalSampler:
         try:
             await asyncio.shield(read)
             finite = await self._is_finite(name)
-        except (ValueError, OSError) as error:
-            raise UserError(f"the weights cannot be sampled from: {error}") from error
-        except torch.OutOfMemoryError as error:
-            raise ServerError(
-                f"no device memory for one more snapshot, after {len(self._served)}: close sampling sessions, and try again"
-            ) from error
-        except RuntimeError as error:
-            raise ServerError(f"the sampler cannot load weights, try again: {error}") from error
+        except (ValueError, OSError, RuntimeError) as error:
+            self._forget(name)
+            raise _refusal(error, len(self._served)) from error
         except asyncio.CancelledError:
             # The thread goes on.
             read.add_done_callback(lambda _: self._forget(name))
@@ -206,6 +201,8 @@ class LocalSampler:
 
     def _read(self, name: str, folder: Path) -> None:
         check_adapter_base(folder, self._model)
+        if not self.rollout.serving:
+            self.rollout.restart()
         self.rollout.add_adapter(name, folder)
 
     async def _is_finite(self, name: str) -> bool:
@@ -232,6 +229,21 @@ def _tokenizer(model: str) -> PreTrainedTokenizerBase | None:
         return None
     # For some families, transformers makes a tokenizer without files, which has special tokens only.
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
+
+
+def _refusal(error: ValueError | OSError | RuntimeError, served: int) -> UserError | ServerError:
+    """Return the error of an adapter that was not added, by who can mend it.
+
+    Args:
+        served: number of snapshots that are served.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return ServerError(
+            f"no device memory for one more snapshot, after {served}: close sampling sessions, and try again"
+        )
+    if isinstance(error, RuntimeError):
+        return ServerError(f"the sampler cannot load weights, try again: {error}")
+    return UserError(f"the weights cannot be sampled from: {error}")
 
 
 def _answer(completion: Completion, top_k: int) -> SampledAnswer:

@@ -120,7 +120,13 @@ class Recovery:
             await asyncio.to_thread(self._registry.files.remove, self._registry.files.live(model_id, uid))
 
     async def save_timed_out(self, model: LiveModel) -> str | None:
-        """Save a checkpoint of a model whose client is away. Returns its path; ``None`` without room for it."""
+        """Save a checkpoint of a model whose client is away. Returns its path; ``None`` without room for it.
+
+        Raises:
+            ServerError: the model could not be restored yet.
+        """
+        if model.asleep:
+            raise ServerError(f"{model.id} has timed out, and is not restored yet: it is saved later")
 
         def write(folder: Path) -> Awaitable[None]:
             return self._thread.call(self._backend.save, model.id, folder)
@@ -144,6 +150,7 @@ class Recovery:
 
         Raises:
             ServerError: the model cannot be restored. Says why.
+            BackendAwayError: the backend cannot be started now.
             BackendLostError: the backend was lost once more.
         """
         started = time.monotonic()

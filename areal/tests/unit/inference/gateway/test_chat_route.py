@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 from areal.chat import ToolCall
-from areal.inference.protocol import Sampling
+from areal.inference.protocol import Completion, Sampling, TopTokens
 from areal.tests.unit.chat import templates
 from areal.tests.unit.inference.gateway.programs import (
     TOOLS,
@@ -226,3 +228,26 @@ def test_parts_developer_messages_and_token_ids() -> None:
         assert {each["logprob"] for each in choice["logprobs"]["content"]} == {-0.5}
 
     run(work)
+
+
+def test_tokens_that_sampling_excludes_are_left_out() -> None:
+    """A rollout in this process gives them the log-prob -inf, which is no JSON."""
+
+    class Excluding(Model):
+        async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+            completion = await super().generate(prompt_ids, sampling)
+            top = TopTokens((completion.tokens[0], 3, 4), (-0.1, -2.0, -math.inf))
+            return replace(completion, top=(top,) * len(completion.tokens))
+
+    async def main() -> None:
+        async with served(Excluding(written("4"))) as (_, session, http):
+            reply = await ask(http, USER, logprobs=True, top_logprobs=3)
+            tops = [entry["top_logprobs"] for entry in reply["choices"][0]["logprobs"]["content"]]
+            assert tops
+            assert all([each["logprob"] for each in top] == [-0.1, -2.0] for top in tops)
+            body = {"model": "policy", "prompt": "4", "logprobs": 3}
+            text = (await http.post("/completions", json=body)).json()["choices"][0]["logprobs"]["top_logprobs"]
+            assert all(-math.inf not in top.values() for top in text)
+            assert session.counts == {"requests": 2}
+
+    run(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from areal.inference.http import concurrency_limit as module
 from areal.inference.http.concurrency_limit import ConcurrencyLimit
 from areal.inference.http.waiting_line import WaitingLine
 from areal.inference.protocol import Completion, Sampling
+from areal.tests.harness.limits import PROMPTLY
 from areal.tests.harness.servers.canned_server import CannedServer, canned_servers
 
 Speed = Callable[[int], float]
@@ -219,3 +221,31 @@ def test_answer_that_waits_for_its_turn_has_no_deadline(tmp_path: Path) -> None:
 def test_maximum_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_requests = 0"):
         HTTPRollout("http://127.0.0.1:1", VLLM(), folder=tmp_path, max_requests=0)
+
+
+@pytest.mark.parametrize(("most", "counts"), [(1, (1, 1, 2)), (4, (4, 8, 4))])
+def test_answers_behind_too_long_ones_go_on(most: int, counts: tuple[int, int, int], tmp_path: Path) -> None:
+    """A prompt that is too long for the server takes a turn, and must pass it on."""
+    server = CannedServer(4, 0.5)
+    paths = json.loads(server.replies[b"/openapi.json"])["paths"]
+    server.replies[b"/openapi.json"] = json.dumps({"paths": {**paths, "/v1/models": {}}}).encode()
+    card = {"id": "m", "root": None, "parent": None, "max_model_len": 32}
+    server.replies[b"/v1/models"] = json.dumps({"data": [card]}).encode()
+
+    async def ask(rollout: HTTPRollout) -> list[object]:
+        tasks = []
+        for count, prompt in zip(counts, ([1, 7], [1] * 100, [2, 7]), strict=True):
+            tasks += [
+                asyncio.ensure_future(rollout.generate(prompt, Sampling(4, stop_token_ids=()))) for _ in range(count)
+            ]
+            await asyncio.sleep(0.1)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PROMPTLY)
+
+    with (
+        canned_servers(server) as urls,
+        HTTPRollout(urls, VLLM(), folder=tmp_path, max_requests=most, deadline=2) as rollout,
+    ):
+        answers = asyncio.run(ask(rollout))
+    running, long, _ = counts
+    for number, answer in enumerate(answers):
+        assert isinstance(answer, ValueError if running <= number < running + long else Completion), (number, answer)

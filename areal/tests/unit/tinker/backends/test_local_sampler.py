@@ -24,7 +24,7 @@ from areal.tests.unit.tinker.backends.sampling import (
     trained_engine,
     with_tokenizer,
 )
-from areal.tinker.backends.errors import UserError
+from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult
 from areal.tinker.backends.sampling.local_sampler import LocalSampler, create
 
@@ -240,3 +240,33 @@ def test_sizes_follow_from_the_model() -> None:
     limits = sampler.limits()
     assert (limits.vocab_size, limits.max_tokens) == (VOCAB, 256)
     asyncio.run(sampler.close())
+
+
+def test_snapshots_are_opened_after_a_failure_and_leave_nothing_if_they_are_not(tmp_path: Path) -> None:
+    engine = trained_engine(base_model(), ("default",), rank=2)
+    engine.adapters.save("default", tmp_path / "adapter")
+    request = SamplingRequest(PROMPT, 1, 4, seed=1, **ENDLESS)
+
+    async def work(sampler: LocalSampler) -> list[SamplingResult]:
+        def fail(*_: Any) -> None:
+            raise OSError("one forward ran out of something")
+
+        hook = sampler.rollout.model.register_forward_pre_hook(fail)
+        with pytest.raises(ServerError, match="sampling failed"):
+            await sampler.sample("base", request)
+        hook.remove()
+        await sampler.open("after a failure", tmp_path / "adapter")
+        assert sampler.healthy()
+        kept = list(sampler.rollout.adapters)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampler.rollout, "prompt_logprobs", no_memory)
+            for number in range(3):
+                with pytest.raises(ServerError, match="no device memory for one more snapshot, after"):
+                    await sampler.open(f"{number}", tmp_path / "adapter")
+        assert list(sampler.rollout.adapters) == kept
+        return [await sampler.sample("after a failure", request)]
+
+    async def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert serve(work)

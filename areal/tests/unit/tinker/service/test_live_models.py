@@ -319,8 +319,48 @@ def test_a_model_of_a_backend_that_does_not_start_again_says_so(tmp_path: Path) 
             model = await new_model(service)
             training.lost = True
             error = await refused(service, train(model, 1), "server")
-            assert f"{model} was lost" in error
-            assert "could not be restarted (no device)" in error
+            assert "could not be restarted (no device): try again later, or restart the server" in error
+            assert model in service.parts.training.order.models
+
+    asyncio.run(main())
+
+
+def test_models_outlive_a_backend_that_is_away_for_a_while(tmp_path: Path) -> None:
+    class Away(FakeTraining):
+        attempts = 0
+
+        def restart(self) -> None:
+            super().restart()
+            self.attempts += 1
+            if self.attempts <= 2:
+                raise OSError("no device")
+
+    async def main() -> None:
+        training = Away()
+        async with serving(tmp_path, training, **EACH_STEP) as service:
+            model = await new_model(service)
+            await steps(service, model, 1, 2)
+            weight, training.lost = training.models[model]["weight"], True
+            assert "no device" in await refused(service, train(model, 5), "server")
+            await done(service, train(model, 6))  # the ranks are back
+            assert training.models[model]["weight"] == weight
+
+    asyncio.run(main())
+
+
+def test_a_stop_while_a_session_times_out_keeps_its_models(tmp_path: Path) -> None:
+    async def main() -> None:
+        training = FakeTraining()
+        async with serving(tmp_path, training, session_timeout_s=1.0, **EACH_STEP) as service:
+            model = await new_model(service)
+            await steps(service, model, 1, 2)
+            await eventually(lambda: bool(snapshots(tmp_path)))
+            training.gate.clear()  # the checkpoint of the timeout takes a while
+            await eventually(lambda: service.parts.sessions.count() == 0)
+            await asyncio.sleep(0.2)
+            asyncio.get_running_loop().call_later(0.5, training.gate.set)
+        async with serving(tmp_path, FakeTraining()) as service:
+            assert model in service.parts.training.order.models or (await service.checkpoints(model))["checkpoints"]
 
     asyncio.run(main())
 
