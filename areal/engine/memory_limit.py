@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from areal.api.memory import EngineMemory
 from areal.utils import platform
 from areal.utils.profiling.pass_bytes import PassBytes, peak_bytes, start_peak
 
@@ -57,10 +58,11 @@ class MemoryLimit:
 
     Args:
         limit_mb: the option ``memory_limit_mb``.
+        memory: returns what the engine has, on the device and offloaded.
     """
 
-    def __init__(self, device: torch.device, limit_mb: int) -> None:
-        self._device, self._limit_mb = device, limit_mb
+    def __init__(self, device: torch.device, limit_mb: int, memory: Callable[[], list[EngineMemory]]) -> None:
+        self._device, self._limit_mb, self._memory = device, limit_mb, memory
         self._passes: dict[Kind, _Passes] = {}
 
     def claim(self, kind: Kind | None, tokens: int, *, always: bool) -> Claim | None:
@@ -72,11 +74,14 @@ class MemoryLimit:
             always: the micro-batches of other ranks decide on those of this rank.
         """
         passes = None if kind is None else self._passes.get(kind)
-        if passes is None or not (always or tokens > passes.largest):
+        if kind is None or passes is None or not (always or tokens > passes.largest):
             return None
         free = platform.free_memory(self._device)
         if self._limit_mb:
             free = min(free, self._limit_mb * 2**20 - platform.used_bytes(self._device))
+        # What comes back before the pass takes its memory first.
+        held, forward_only = self._memory()[0], kind[0]
+        free -= held.params.offloaded + (0 if forward_only else held.grads.offloaded)
         return Claim(passes.largest, passes.nbytes, free, self._limit_mb)
 
     @contextlib.contextmanager

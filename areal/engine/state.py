@@ -132,7 +132,7 @@ class EngineState(TrainEngine):
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
         limit = None if platform.is_planned() else self.config.memory_limit_mb
-        self._memory_limit = None if limit is None else MemoryLimit(self.device, limit)
+        self._memory_limit = None if limit is None else MemoryLimit(self.device, limit, self.memory)
         seed_everything(self.config.seed + self.dp_rank)
         self._device_memory = min(self.control.gather(platform.total_memory(self.device)))  # equal on all ranks
 
@@ -316,9 +316,9 @@ class EngineState(TrainEngine):
 
     def load(self, meta: SaveLoadMeta) -> None:
         components = self._require_components()
+        self.zero_grad()
         with self._ending_on_error():
             components.memory.onload(params=True, grads=False, optimizer=meta.has_optimizer)
-            self.zero_grad()
             components.checkpointer.load(meta)
 
     def wait_for_checkpoint(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -23,6 +24,9 @@ from areal.engine.checkpoint.atomic_dir import FileRecord, discard, open_draft, 
 from areal.utils.distributed import ControlPlane
 
 logger = logging.getLogger(__name__)
+
+_LOST_SECONDS = 60.0
+"""Seconds that a save waits for the files of all ranks after the loss of one."""
 
 _POLL_SECONDS = 0.02  # between looks for the reports of other ranks
 _FULL_BYTES = 2**20  # free bytes below which a failed write is explained by a full disk
@@ -157,7 +161,7 @@ class _SaveJob:
         source: Path | None,
     ) -> None:
         self.path, self.draft = path, draft
-        self._rank, self._size = control.rank, control.size
+        self._control, self._rank, self._size = control, control.rank, control.size
         self._kind, self._task, self._keep_last, self._source = kind, task, keep_last, source
         self._stopped = threading.Event()
         self._errors: dict[str, BaseException] = {}
@@ -212,8 +216,16 @@ class _SaveJob:
     def _publish(self) -> None:
         """Wait for the reports of all ranks, write the last files and publish the checkpoint."""
         reports = [_report(self.draft, rank) for rank in range(self._size)]
+        end = math.inf
         while not all(report.exists() for report in reports):
             if self._stopped.is_set() or "write" in self._errors:
+                return
+            # A rank that was lost may have written its files; others go on writing theirs.
+            verdict = self._control.verdict
+            if verdict is not None and verdict.lost:
+                end = min(end, time.monotonic() + _LOST_SECONDS)
+            if time.monotonic() > end:
+                discard(self.draft)
                 return
             time.sleep(_POLL_SECONDS)
         written: list[WrittenFiles] = [pickle.loads(report.read_bytes()) for report in reports]

@@ -309,3 +309,14 @@ def test_state_of_another_optimizer_is_refused(first: str, second: str, tmp_path
             engine.load(SaveLoadMeta(tmp_path / "run", weight_format="dcp"))
         engine.adapters.load("theirs", tmp_path / "adapter")
         engine.train_batch(global_batch(), loss)
+
+
+@pytest.mark.world(2)
+def test_load_inside_of_reference_harms_nothing(tmp_path: Path) -> None:
+    with started("fsdp:d2", lora=LORA) as engine:
+        samples = local_batch(engine, global_batch())
+        with engine.reference():
+            with pytest.raises(RuntimeError, match=r"inside reference\(\) nothing is trained"):
+                engine.load(SaveLoadMeta(tmp_path / "run", weight_format="dcp"))
+            engine.forward_batch(samples)
+        engine.train_batch(samples, loss)
