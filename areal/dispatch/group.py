@@ -181,6 +181,8 @@ class WorkerGroup(DispatchedVerbs):
             self._calls.check_shared(self._shared_folder)
 
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
+        if self._calls.started:
+            raise RuntimeError("the engine is already initialized: destroy it, or make another group")
         self._spec, self.version, self._sent_to = spec, 0, self._executor.generation
         work = partial(rank_calls.initialize, self._calls.name, self._owner, self.config, spec)
         return self._calls.start("initialize", work, self._initialized, use=TABLE["initialize"].use_with({}))

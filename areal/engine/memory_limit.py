@@ -58,10 +58,10 @@ class MemoryLimit:
 
     Args:
         limit_mb: the option ``memory_limit_mb``.
-        memory: returns what the engine has, on the device and offloaded.
+        memory: returns what the engine has, on the device and offloaded; ``None`` if what is offloaded stays so.
     """
 
-    def __init__(self, device: torch.device, limit_mb: int, memory: Callable[[], list[EngineMemory]]) -> None:
+    def __init__(self, device: torch.device, limit_mb: int, memory: Callable[[], list[EngineMemory]] | None) -> None:
         self._device, self._limit_mb, self._memory = device, limit_mb, memory
         self._passes: dict[Kind, _Passes] = {}
 
@@ -80,8 +80,9 @@ class MemoryLimit:
         if self._limit_mb:
             free = min(free, self._limit_mb * 2**20 - platform.used_bytes(self._device))
         # What comes back before the pass takes its memory first.
-        held, forward_only = self._memory()[0], kind[0]
-        free -= held.params.offloaded + (0 if forward_only else held.grads.offloaded)
+        if self._memory is not None:
+            held, forward_only = self._memory()[0], kind[0]
+            free -= held.params.offloaded + (0 if forward_only else held.grads.offloaded)
         return Claim(passes.largest, passes.nbytes, free, self._limit_mb)
 
     @contextlib.contextmanager

@@ -131,8 +131,8 @@ class EngineState(TrainEngine):
         self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
-        limit = None if platform.is_planned() else self.config.memory_limit_mb
-        self._memory_limit = None if limit is None else MemoryLimit(self.device, limit, self.memory)
+        limit, memory = self.config.memory_limit_mb, None if self.config.fsdp.cpu_offload else self.memory
+        self._memory_limit = None if limit is None or platform.is_planned() else MemoryLimit(self.device, limit, memory)
         seed_everything(self.config.seed + self.dp_rank)
         self._device_memory = min(self.control.gather(platform.total_memory(self.device)))  # equal on all ranks
 

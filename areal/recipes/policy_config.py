@@ -50,7 +50,9 @@ class PolicyConfig(RunConfig):
         default=0.1, ge=0, le=1, description="Fraction of the episodes of a batch that may fail; None for no limit."
     )
     episode_seconds: float | None = Field(
-        default=None, gt=0, description="Time limit of an episode; None for no limit."
+        default=None,
+        gt=0,
+        description="Time limit of an episode; None for no limit. In an evaluation, a longer one is an error.",
     )
     shuffle: bool = Field(
         default=True, description="Draw a new order of the rows in each epoch; False keeps a curriculum."

@@ -44,6 +44,16 @@ class SharedRollout:
         self._rollout, self._place = rollout, place
 
     @property
+    def owns_servers(self) -> bool:
+        """Whether the rollout of this rank generates."""
+        return bool(getattr(self._rollout, "owns_servers", True))
+
+    @property
+    def client(self) -> SharedRollout | None:
+        """This rollout on the rank that generates, ``None`` on others."""
+        return self if self.owns_servers else None
+
+    @property
     def version(self) -> int:
         """Version of the weights that generate now."""
         return self._rollout.version

@@ -66,6 +66,10 @@ class ArealEngine(BaseEngine):
             self.engine.adapters.load(self.engine.adapters.names[0], self.model_config.lora_adapter_path)
         if self._config.optimizer is not None:
             self._schedule = self._make_schedule()
+        self._offload()
+
+    def _offload(self) -> None:
+        """Move to the host what verl wants to be there between modes."""
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 
     def _make_schedule(self) -> torch.optim.lr_scheduler.LambdaLR:
@@ -218,6 +222,7 @@ class ArealEngine(BaseEngine):
         self.engine.save(self._meta(folder, optimizer=contents.should_save_optimizer, extra=contents.should_save_extra))
         if self._checkpoints.should_save_hf_model:
             self.engine.save(SaveLoadMeta(folder / "huggingface"))
+        self._offload()
         if dist.get_rank() == 0:
             self._checkpoints.register_checkpoint(local_path, max_ckpt_to_keep)
 
@@ -231,6 +236,7 @@ class ArealEngine(BaseEngine):
             )
         optimizer, extra = contents.should_load_optimizer, contents.should_load_extra
         self.engine.load(self._meta(Path(local_path), optimizer=optimizer, extra=extra))
+        self._offload()
 
     def _meta(self, folder: Path, *, optimizer: bool, extra: bool) -> SaveLoadMeta:
         stateful: dict[str, Any] = {"schedule": self._schedule} if extra and self._schedule is not None else {}

@@ -157,9 +157,10 @@ class _Made:
             return self._environment.step(answer)
 
     def close(self) -> Any:
+        # Also while an earlier close hangs, which has the lock.
+        if self._closed:
+            return None
         with self._lock:
-            if self._closed:
-                return None
             self._closed = True
             return getattr(self._environment, "close", lambda: None)()
 

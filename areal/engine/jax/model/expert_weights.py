@@ -58,7 +58,7 @@ class ExpertUse:
 
     def weight(self, stored: Array) -> ExpertWeight:
         """Return a stored weight for a product."""
-        return ExpertWeight(lax.stop_gradient(stored), None if self.reduce is None else _sums(stored, self))
+        return ExpertWeight(stored, None if self.reduce is None else _sums(stored, self))
 
 
 def on_device(weight: ExpertWeight) -> ExpertWeight:

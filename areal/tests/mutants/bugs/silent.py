@@ -46,12 +46,12 @@ def mean_losses_not_named(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.batch_rules:ContextWarning.warn",
+    "areal.engine.batch_rules:ContextCheck.check",
     TESTS + "test_sequence_beyond_the_context_is_named_once[fsdp:d1]",
 )
 def context_not_compared(right: Function) -> Function:
     """Sequences longer than the model's context are trained on, without a word."""
-    return lambda self, longest, positions, speaks: None
+    return lambda self, longest, positions, in_table, speaks: None
 
 
 @mutant("areal.engine.model.media:check_media", IMAGES + "is_refused_by_name[w1-fsdp]")

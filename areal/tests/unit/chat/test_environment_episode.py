@@ -305,3 +305,21 @@ def test_environment_whose_close_waits_for_another_call_is_closed(
 
     asyncio.run(run())
     wait_until(lambda: [game.closed for game in Guess.made] == [1, 1], "both are closed", 10.0)
+
+
+def test_close_that_hangs_takes_one_worker_for_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal.trainer.rollout.environment_episode._CLOSE_SECONDS", 0.1)
+    end = threading.Event()
+
+    class Stuck(Guess):
+        def close(self) -> None:
+            end.wait(2 * PROMPTLY)
+
+    chat, made = episode(Stuck, workers=2, seconds=0.3)
+    for _ in range(3):
+        with (
+            promptly(),
+            pytest.raises(TimeoutError, match=r"the call of 'close' of an environment took longer than 0.3 s"),
+        ):
+            play(made, answers(chat, "7"))
+    end.set()

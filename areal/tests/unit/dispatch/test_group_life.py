@@ -107,3 +107,16 @@ def test_names_of_groups_have_no_slash(name: str) -> None:
     """The names of objects on the ranks begin with the name of their group and a slash."""
     with pytest.raises(ValueError, match=f"name = {name!r}: it must not be empty, and have no slash"):
         WorkerGroup(config("fsdp:d1"), name=name)
+
+
+def test_second_initialize_changes_nothing() -> None:
+    """The ranks would refuse it, and keep their version."""
+    with WorkerGroup(config("fsdp:d1")) as group:
+        group.initialize(SPEC)
+        group.set_version(5)
+        with pytest.raises(RuntimeError, match="already initialized: destroy it, or make another group"):
+            group.initialize(FinetuneSpec(total_train_steps=1))
+        assert group.version == 5
+        group.destroy()
+        group.initialize(SPEC)
+        assert group.version == 0

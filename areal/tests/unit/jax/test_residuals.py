@@ -39,10 +39,16 @@ RANKS, TOKENS = 8, 128
 
 def residual_bytes(dp: int, ep: int) -> int:
     """Return the bytes of residuals on one of ``dp * ep`` devices."""
+    return sum(x.size * x.dtype.itemsize for x in residuals(dp, ep)[1]) // (dp * ep)
+
+
+def residuals(dp: int, ep: int, *, trained: bool = True) -> tuple[Any, list[Any]]:
+    """Return a model of experts, and what its forward on ``dp * ep`` devices keeps for the backward."""
     hf = meta_model(FAMILIES["qwen3_moe"](num_experts=RANKS), torch.float32)
     mesh = AbstractMesh((1, dp, ep, 1, 1), AXES)
     numbers = Numbers("float32", "float32", "float32")
-    spec = ModelSpec(Architecture.of(hf), numbers, mesh, recompute=False, fp32_head=False, keep_bytes=2**30)
+    options: dict[str, Any] = {"recompute": False, "fp32_head": False, "keep_bytes": 2**30, "trained": trained}
+    spec = ModelSpec(Architecture.of(hf), numbers, mesh, **options)
     arrays = parameters_of(hf, value_head=False)
     params = {name: ShapeDtypeStruct(info.shape, jnp.float32) for name, info in arrays.items()}
     tokens = ShapeDtypeStruct((dp * ep, TOKENS), jnp.int32)
@@ -54,7 +60,7 @@ def residual_bytes(dp: int, ep: int) -> int:
         # The function itself, which is traced each time.
         run = partial(forward.__wrapped__, spec, wanted)
         *_, kept = jax.eval_shape(run, params, {}, Stream(tokens, visibility), rows)
-    return sum(x.size * x.dtype.itemsize for x in kept.leaves) // (dp * ep)
+    return hf, kept.leaves
 
 
 def one_cpu(vocab: int = 64, tokens: int = TOKENS) -> Programs:
@@ -96,6 +102,15 @@ def test_evaluation_keeps_no_logits() -> None:
 def test_rank_with_experts_of_others_keeps_its_own_tokens() -> None:
     """It computes its experts again, and keeps less than a rank with all experts: 0.67 of it, and 0.95 with the tokens of all ranks."""
     assert residual_bytes(1, RANKS) <= 0.75 * residual_bytes(RANKS, 1)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_no_weight_of_experts_is_kept_for_the_backward(trained: bool) -> None:
+    """The program has them as arguments: kept ones would be a copy for each micro-batch."""
+    hf, leaves = residuals(1, 1, trained=trained)
+    shapes = {info.shape for info in parameters_of(hf, value_head=False).values() if len(info.shape) == 4}
+    assert len(shapes) == 2  # [L, E, out, in]
+    assert not shapes & {leaf.shape for leaf in leaves}
 
 
 def compare_temporaries() -> None:

@@ -42,8 +42,8 @@ def in_thread():
     thread.join()
 
 platform.keep_freed(torch.device("cpu"))
-found["faults"] = [faults(work) for _ in range(16)]
-found["faults_of_threads"] = [faults(in_thread) for _ in range(16)]
+found["faults"] = [faults(work) for _ in range(12)]
+found["faults_of_threads"] = [faults(in_thread) for _ in range(12)]
 kept = resident_bytes()
 platform.free_memory(torch.device("cpu"))
 found["returned"] = kept - resident_bytes()
@@ -82,8 +82,8 @@ def test_freed_blocks_are_kept_until_a_check_of_memory() -> None:
     found = run(BLOCKS)
     print(f"page faults of each round {found['faults']}, in a thread {found['faults_of_threads']}")
     # Some rounds get new memory, until there are blocks of the right alignment.
-    assert statistics.median(found["faults"][8:]) < PAGES / 20
-    assert statistics.median(found["faults_of_threads"][8:]) < PAGES / 20
+    assert statistics.median(found["faults"][6:]) < PAGES / 20
+    assert statistics.median(found["faults_of_threads"][6:]) < PAGES / 20
     assert found["returned"] > 0.9 * PAGES * 4096
 
 
