@@ -188,7 +188,7 @@ def published(folder: str | Path) -> list[tuple[Path, Manifest]]:
 
 
 def superseded(folder: str | Path, keep: int) -> list[Path]:
-    """Return the versions that nobody needs: those before the newest ``keep`` of whose tensors later versions have all."""
+    """Return the versions that can be removed: those before the newest ``keep`` of whose tensors later versions have all."""
     found: list[Path] = []
     known: set[str] = set()
     for place, (path, _) in enumerate(reversed(published(folder))):
