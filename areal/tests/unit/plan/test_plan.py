@@ -304,15 +304,15 @@ def test_picture_shows_weak_scaling(tmp_path: Path) -> None:
 
 def test_command_draws_weak_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    file, model = tmp_path / "scaling.svg", family_dir("qwen3", num_hidden_layers=4)
-    options = ["--model", model, "--backend", "fsdp:t2", "--world-size", "4", "--tokens-per-rank", "64"]
+    file, model = tmp_path / "scaling.svg", family_dir("qwen3")
+    options = ["--model", model, "--backend", "fsdp:r512t2", "--world-size", "1024", "--tokens-per-rank", "64"]
     assert run_plan([*options, "--sequence", "64", "--layouts", "0", "--picture", str(file)]) == 0
-    assert f"weak scaling from 64 to 4096 ranks: {file}" in capsys.readouterr().out
+    assert f"weak scaling from 1024 to 4096 ranks: {file}" in capsys.readouterr().out
     # A comment in front of its glyphs has each text: the numbers of ranks come first. Each rate is that of the smallest world, nearly.
     texts = re.findall("<!-- (.*?) -->", file.read_text())
-    assert texts[:8] == ["64", "128", "256", "512", "1,024", "2,048", "4,096", "ranks"]
-    assert texts[-1] == f"{Path(model).name}, fsdp:d2t2 and more data-parallel ranks: predicted"
-    assert len([text for text in texts if text.endswith("%")]) == 7
+    assert texts[:4] == ["1,024", "2,048", "4,096", "ranks"]
+    assert texts[-1] == f"{Path(model).name}, fsdp:r512t2 and more data-parallel ranks: predicted"
+    assert len([text for text in texts if text.endswith("%")]) == 3
 
 
 @pytest.mark.parametrize(
