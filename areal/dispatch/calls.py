@@ -35,7 +35,7 @@ DEFAULT_OUTPUTS: Outputs = ("logprobs",)
 """Outputs of a call that names none."""
 
 STREAM_BYTES = 256 * 2**20
-"""Bytes of a stream of tensors that travel to the driver at once, or one tensor if it is larger."""
+"""Bytes of a stream of tensors after which a reply of rank 0 ends. A quarter of what the executor sends, if that is less."""
 
 _NOT_INITIALIZED = "the engine cannot be used: it is not initialized: call initialize(FinetuneSpec(...))"
 _LOST = "the engine cannot be used, call restart() to go on from the last checkpoint"
@@ -177,31 +177,26 @@ class Calls:
         spec: MicroBatchSpec | None = arguments.pop("mb_spec", None)
         batch = arguments.pop("batch")
         plan, shards = self.shards(batch, computed_outputs(arguments), spec)
+        mains = self.mains()
         if spec is not None:
             arguments["mb_spec"] = spec = of_a_rank(spec)
         if row.returned is Returned.LAYOUT:
             key = self.new_key("microbatches")
-            return self.start(
-                name,
-                partial(rank_calls.keep_microbatches, self.name, key, spec),
-                lambda values: self._kept(plan, values, key),
-                shards,
-            )
+            work = partial(rank_calls.keep_microbatches, self.name, key, spec)
+            return self.start(name, work, lambda values: self._kept(plan, at(mains, values), key), shards)
         verb = self.verb(name, arguments, row.returned)
         if row.returned is Returned.SAMPLES:
             call = CallResults(self.executor)
 
             def keep(result: Any, handles: list[Handle | None]) -> None:
                 if not self.executor.in_driver:
-                    keep_results(batch, plan.indices, self.by_coordinate(handles), result, call)
+                    keep_results(batch, plan.indices, at(mains, handles), result, call)
 
-            return self.start(
-                name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards, use=use, keep=keep
-            )
-        return self.start(name, verb, lambda values: plan.merge_steps(self.by_coordinate(values)), shards, use=use)
+            return self.start(name, verb, lambda values: plan.merge(at(mains, values)), shards, use=use, keep=keep)
+        return self.start(name, verb, lambda values: plan.merge_steps(at(mains, values)), shards, use=use)
 
     def _kept(self, plan: ShardPlan, values: list[Any], key: str) -> RemoteMicroBatches:
-        mbs = joined_layouts(plan, self.by_coordinate(values), key)
+        mbs = joined_layouts(plan, values, key)
         weakref.finalize(mbs, self._unused.append, key)
         return mbs
 
@@ -212,9 +207,8 @@ class Calls:
         work = partial(rank_calls.on_microbatches, self.verb(name, arguments, row.returned), mbs.key)
         # Each coordinate returns the results of its micro-batches.
         if row.returned is Returned.MICROBATCHES:
-            return self.start(
-                name, work, lambda values: [x for each in self.by_coordinate(values) for x in each], use=use
-            )
+            mains = self.mains()
+            return self.start(name, work, lambda values: of_all_ranks(at(mains, values)), use=use)
         return self.start(name, work, rank_0, use=use)
 
     # ---- what is sent
@@ -279,8 +273,8 @@ class Calls:
 
     def _drop_unused(self) -> None:
         with self._lock:
-            keys, count = tuple(self._unused), len(self._unused)
-            del self._unused[:count]
+            keys = tuple(self._unused)
+            del self._unused[: len(keys)]
         if keys and self.started:
             self.executor.start("drop", partial(rank_calls.drop, keys), [None] * self.executor.size)
 
@@ -298,12 +292,13 @@ class Calls:
         """
         self.require_rank_layouts()
         key, use = self.new_key("stream"), TABLE[path].use_with({})
+        nbytes = min(STREAM_BYTES, self.executor.max_result_bytes // 4)
         given = {name: value for name, value in arguments.items() if value is not None}
         verb = self.verb(path, given, Returned.RANK_0)
         self.run(path, partial(rank_calls.open_stream, verb, key), use=use)
         return RemoteStream(
             partial(self._begin, use),
-            lambda: self.run(path, partial(rank_calls.next_tensors, key, STREAM_BYTES))[0],
+            lambda: self.run(path, partial(rank_calls.next_tensors, key, nbytes))[0],
             lambda: self.started and self.run(path, partial(rank_calls.drop, (key,))),
             in_driver=self.executor.in_driver,
         )
@@ -365,14 +360,10 @@ class Calls:
 
     # ---- what is returned
 
-    def by_coordinate(self, values: Sequence[T]) -> list[T]:
-        """Return the values of the ranks that have the outputs, by data-parallel coordinate."""
-        mains = sorted(
-            (rank_layout.dp_rank, rank)
-            for rank, rank_layout in enumerate(self.require_rank_layouts())
-            if rank_layout.is_main
-        )
-        return [values[rank] for _, rank in mains]
+    def mains(self) -> list[int]:
+        """Return the ranks that have the outputs, by data-parallel coordinate. The result of a call outlives the engine's layout."""
+        layouts = self.require_rank_layouts()
+        return sorted((rank for rank, its in enumerate(layouts) if its.is_main), key=lambda rank: layouts[rank].dp_rank)
 
 
 def computed_outputs(arguments: Mapping[str, Any]) -> Outputs:
@@ -387,6 +378,11 @@ def computed_outputs(arguments: Mapping[str, Any]) -> Outputs:
     if "loss_fn" not in arguments:
         return arguments.get("outputs", DEFAULT_OUTPUTS)
     return LossCall.of(**arguments).outputs
+
+
+def at(ranks: Sequence[int], values: Sequence[T]) -> list[T]:
+    """Return the values of some ranks."""
+    return [values[rank] for rank in ranks]
 
 
 def of_all_ranks(values: Sequence[list[T]]) -> list[T]:

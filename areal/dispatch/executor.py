@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -118,11 +119,13 @@ class Executor(Protocol):
         lost: error that has ended the processes, or ``None``.
         nodes: name of the node of each rank.
         in_driver: True if the only rank runs in this process, so that a call to it sends nothing.
+        max_result_bytes: bytes of one rank's result above which a call raises an error instead.
     """
 
     size: int
     generation: int
     in_driver: bool
+    max_result_bytes: int
 
     @property
     def nodes(self) -> tuple[str, ...]: ...
@@ -272,6 +275,7 @@ class InProcess:
 
     size = 1
     in_driver = True
+    max_result_bytes = sys.maxsize
     nodes: tuple[str, ...] = ("",)
     lost: Exception | None = None
 

@@ -27,7 +27,7 @@ from areal.api import (
 )
 from areal.api.engine import BatchInput
 from areal.dispatch import rank_calls
-from areal.dispatch.calls import Calls, rank_0
+from areal.dispatch.calls import Calls, at, rank_0
 from areal.dispatch.executor import Executor, InProcess
 from areal.dispatch.layouts import count_ranks, warn_of_groups_over_nodes
 from areal.dispatch.rank_calls import CarriedState, RankLayout
@@ -132,10 +132,8 @@ class WorkerGroup(DispatchedVerbs):
             use: as in :meth:`run`.
         """
         plan, shards = self._calls.shards(batch)
-        work = self._calls.function(fn, Returned.SAMPLES)
-        return self._calls.start(
-            "map", work, lambda values: plan.merge(self._calls.by_coordinate(values)), shards, use=use
-        ).result()
+        mains, work = self._calls.mains(), self._calls.function(fn, Returned.SAMPLES)
+        return self._calls.start("map", work, lambda values: plan.merge(at(mains, values)), shards, use=use).result()
 
     def start(self, verb: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Start a verb and return its future: ``group.start(TrainEngine.train_batch, batch, loss)``.

@@ -57,6 +57,7 @@ class RayWorkers:
         process_infos: where the process of each rank runs, by rank.
         store: counts the batches and functions that were stored.
         generation: number of times that the processes were replaced.
+        max_result_bytes: as given.
         lost: error that has ended the processes, or ``None``.
 
     Raises:
@@ -111,7 +112,7 @@ class RayWorkers:
             ray.init()
         if resources is None:
             demand = replace(demand, resources=default_resources(ray.cluster_resources()))
-        self.generation = 0
+        self.generation, self.max_result_bytes = 0, max_result_bytes
         self.store = Store()
         self._limits = Limits(hang_seconds, grace_seconds, ping_seconds)
         start = Start(

@@ -157,10 +157,13 @@ def main(model: str, role: str, engine: str, folder: str) -> None:
 
     for _ in range(3):
         step()
-    worker.save_checkpoint(str(Path(folder) / "checkpoint"))
-    step()
-    worker.load_checkpoint(str(Path(folder) / "checkpoint"))
-    step()
+    said["on_device"] = []
+    for call in (worker.save_checkpoint, worker.load_checkpoint):
+        call(str(Path(folder) / "checkpoint"))
+        if engine != "verl":
+            [memory] = worker.engine.engine.memory()
+            said["on_device"] += [memory.params.on_device, memory.optimizer.on_device]
+        step()
     if role == "actor":
         tensors, _ = worker.engine.get_per_tensor_param()
         said["weights"] = {name: tensor.double().abs().sum().item() for name, tensor in tensors}

@@ -71,6 +71,8 @@ def assert_close(what: str, said: dict[str, Any], expected: dict[str, Any]) -> N
     weights = [each.get("weights", {}) for each in (said, expected)]
     assert weights[0].keys() == weights[1].keys()
     assert weights[0] == pytest.approx(weights[1], rel=1e-5)
+    # State that verl wants on the host is there again after a save and after a load.
+    assert (said["on_device"], expected["on_device"]) == ([0] * 4, [])
     # The step after the load is that after the save.
     assert said["losses"][-1] == said["losses"][-2]
     assert said["norms"][-1] == said["norms"][-2]

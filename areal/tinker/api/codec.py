@@ -43,8 +43,12 @@ def body_digest(body: schemas.Body) -> bytes:
 # ---- protobuf
 
 
-def forward_backward_from_protobuf(body: bytes) -> ForwardBackward:
+def forward_backward_from_protobuf(body: bytes, kind: type[ForwardBackward] = ForwardBackward) -> ForwardBackward:
     """Decode a protobuf body. Arrays are views of the message's bytes where the layout allows.
+
+    Args:
+        body: the message.
+        kind: request of the route. A message with ``forward_only`` is a :class:`Forward` on any.
 
     Raises:
         BodyError: the body is not a message of the protocol.
@@ -61,8 +65,8 @@ def forward_backward_from_protobuf(body: bytes) -> ForwardBackward:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    kind = Forward if message.forward_only else ForwardBackward
-    return kind(
+    verb = Forward if message.forward_only else kind
+    return verb(
         model_id=message.model_id,
         seq_id=message.seq_id or None,
         # A client that repeats a request may serialize its maps in another order.

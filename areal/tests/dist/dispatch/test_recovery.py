@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import areal.dispatch.calls as calls
-from areal.api import FinetuneSpec, SaveLoadMeta
+from areal.api import FinetuneSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import InProcess, Reply
 from areal.dispatch.rank_calls import RankLayout
-from areal.tests.dist.dispatch.results import same, untimed
+from areal.tests.dist.dispatch.results import half_of_the_loss, same, untimed
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.rl import Curve, played
 from areal.tests.harness.tiny import config, global_batch, loss
@@ -278,3 +278,26 @@ def test_restart_without_a_published_checkpoint_begins_again(tmp_path: Path) -> 
         (tmp_path / "only").rename(tmp_path / "draft")
         group.restart()
         assert group.version == 0
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("end", ["destroyed", "lost"])
+def test_result_of_a_call_that_has_ended_outlives_the_engine(end: str) -> None:
+    executor = InProcess()
+    with WorkerGroup(config("fsdp:d1"), executor) as group:
+        group.initialize(FinetuneSpec(total_train_steps=10))
+        mbs = group.microbatches(global_batch())
+        started = [
+            group.start(TrainEngine.forward_batch, global_batch()),
+            group.start(TrainEngine.train_batch, global_batch(), loss),
+            group.start(TrainEngine.forward_backward_batch, mbs, half_of_the_loss),
+        ]
+        if end == "lost":
+            executor.lost = WorkerLostError("rank 0 died", 0, "node", 1)
+        else:
+            group.destroy()
+        forward, step, results = (call.result() for call in started)
+        executor.lost = None
+    assert len(forward) == len(global_batch())
+    assert step.grad_norm > 0
+    assert len(results) == len(mbs.real)

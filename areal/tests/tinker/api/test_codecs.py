@@ -51,6 +51,16 @@ def test_protobuf_request() -> None:
     assert (targets.crow_indices.tolist(), targets.col_indices.tolist()) == ([0, 1, 2], [0, 1])
 
 
+def test_route_and_message_may_both_ask_for_a_forward_only() -> None:
+    for message, route, expected in (
+        (cross_entropy_request(), ForwardBackward, ForwardBackward),
+        (cross_entropy_request(), Forward, Forward),
+        (cross_entropy_request(forward_only=True), ForwardBackward, Forward),
+        (cross_entropy_request(forward_only=True), Forward, Forward),
+    ):
+        assert type(forward_backward_from_protobuf(message.SerializeToString(), route)) is expected
+
+
 def test_digest_ignores_the_order_of_maps_and_sees_every_value() -> None:
     message = cross_entropy_request()
     inputs = message.data[0].loss_fn_inputs

@@ -21,6 +21,7 @@ from areal.tinker.api.context import LinkSigner
 from areal.tinker.api.http_settings import ApiSettings
 from areal.tinker.api.routes.queued import INLINE_RESULT_BYTES
 from areal.tinker.service.requests import Outcome
+from areal.tinker.service.verbs.forward_backward import Forward, ForwardBackward
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.verb import RefusedRequest
 from areal.tinker.service.verbs.weights import LoadWeights, SaveExternal
@@ -157,6 +158,13 @@ def test_a_repeated_request_has_the_same_digest() -> None:
     posted("optim_step", {**JSON_BODIES["optim_step"], "adam_params": {"learning_rate": 2e-3}}, service)
     first, again, other = (request.digest for request in service.submitted)
     assert first == again != other
+
+
+@pytest.mark.parametrize(("route", "verb"), [("forward", Forward), ("forward_backward", ForwardBackward)])
+def test_a_message_to_forward_adds_no_gradient(route: str, verb: type[ForwardBackward]) -> None:
+    service, body = StandInService(), cross_entropy_request().SerializeToString()
+    with_client(lambda client: client.post(f"/api/v1/{route}", content=body, headers=PROTOBUF), service)
+    assert [type(request) for request in service.submitted] == [verb]
 
 
 # ---- futures

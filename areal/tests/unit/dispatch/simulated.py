@@ -182,6 +182,7 @@ class SimulatedWorkers:
     """Implements :class:`~areal.dispatch.executor.Executor` on simulated ranks."""
 
     in_driver = False
+    max_result_bytes = 2**30
     generation = 0
     lost: Exception | None = None
 

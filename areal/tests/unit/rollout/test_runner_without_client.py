@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from areal.dispatch.shared_devices import SharedDevices
+from areal.dispatch.shared_devices.shared_rollout import SharedRollout
 from areal.tests.unit.rollout.runs import ITEMS, Client, episode, running
 from areal.trainer.rollout.exchange import RolloutExchange, set_runner_state
 from areal.trainer.rollout.plan import Plan
@@ -21,8 +23,29 @@ class Elsewhere(Client):
     owns_servers = False
 
 
-@pytest.mark.parametrize("client", [None, Elsewhere()], ids=["none", "servers of another rank"])
-def test_runner_without_client_has_empty_batches_at_once(client: Client | None) -> None:
+def shared_elsewhere() -> SharedRollout:
+    """Return such a rollout on shared devices."""
+    return SharedDevices({"gpu": 10}).add_rollout("rollout", AsleepElsewhere(), 6)
+
+
+class AsleepElsewhere(Elsewhere):
+    """It does nothing when it is asked to sleep or to wake."""
+
+    asleep = False
+
+    def sleep(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "client",
+    [None, Elsewhere(), shared_elsewhere(), shared_elsewhere().client],
+    ids=["none", "servers of another rank", "on shared devices", "client on shared devices"],
+)
+def test_runner_without_client_has_empty_batches_at_once(client: Any) -> None:
     """It starts no thread, and reads no items."""
     threads = threading.active_count()
     with running(client, episode(), PLAN) as runner:

@@ -133,7 +133,7 @@ async def unload_model(body: schemas.SequencedBody, service: ServiceDependency) 
 async def _pass(request: Request, service: CallerService, verb: type[ForwardBackward]) -> dict[str, Any]:
     body = await request.body()
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == PROTOBUF:
-        decoded: ModelRequest = await _decode(codec.forward_backward_from_protobuf, body)
+        decoded: ModelRequest = await _decode(codec.forward_backward_from_protobuf, body, verb)
     else:
         decoded = await _decode(codec.pass_from_json, body, verb)
     return submitted_json(await service.submit(decoded))

@@ -71,8 +71,8 @@ def a_wrong_field_leaves_a_gap(right: Function) -> Function:
 def text_of_a_loss_configuration_lost(right: Function) -> Function:
     """Only the numbers of a loss configuration arrive."""
 
-    def wrong(body: bytes) -> object:
-        request = right(body)
+    def wrong(*arguments: object) -> object:
+        request = right(*arguments)
         numbers = {name: value for name, value in request.loss_fn_config.items() if isinstance(value, float)}
         return dataclasses.replace(request, loss_fn_config=numbers)
 

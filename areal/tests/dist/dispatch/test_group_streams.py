@@ -1,4 +1,4 @@
-"""Streams of tensors that are left early: by the caller, or by the garbage collector in the middle of another call."""
+"""Streams of tensors: in parts that the executor sends, and left early by the caller or by the garbage collector in another call."""
 
 from __future__ import annotations
 
@@ -51,6 +51,35 @@ def initialized() -> Iterator[WorkerGroup]:
     with mock.patch("areal.dispatch.calls.STREAM_BYTES", 1), WorkerGroup(config("fsdp:d1"), Locked()) as group:
         group.initialize(FinetuneSpec(total_train_steps=10))
         yield group
+
+
+class Limited(InProcess):
+    """A rank whose replies have at most these bytes of tensors."""
+
+    in_driver = False
+    max_result_bytes = 40_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[int] = []
+
+    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
+        """Implement the protocol."""
+        replies = super().start(what, work, arguments)
+        value = replies.result()[0].value
+        if what == "named_tensors" and value is not None:
+            self.parts.append(sum(tensor.nbytes for _, tensor in value[0]))
+        return replies
+
+
+@pytest.mark.world(1)
+def test_parts_of_a_stream_are_below_the_limit_of_results() -> None:
+    with WorkerGroup(config("fsdp:d1"), Limited()) as group:
+        group.initialize(FinetuneSpec(total_train_steps=10))
+        sizes = [tensor.nbytes for _, tensor in group.named_tensors()]
+        executor: Any = group._executor
+        assert sum(executor.parts) == sum(sizes) > Limited.max_result_bytes
+        assert max(sizes) < max(executor.parts) <= Limited.max_result_bytes
 
 
 @pytest.mark.world(1)
