@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from areal.inference.protocol import RolloutClient
 from areal.inference.together import gather_or_cancel
+from areal.trainer.rollout.call_pool import in_time
 from areal.trainer.rollout.episodes import Episode
 from areal.trainer.rollout.plan import Items
 from areal.trainer.rollout.seeded import SeededClient
@@ -93,16 +94,16 @@ class PolicyEvaluation:
         async def play(number: int, sample: int) -> float:
             async with free:
                 seeded = SeededClient(client, (self._seed, number, sample))
-                limit = asyncio.timeout(self._episode_seconds)
-                try:
-                    async with limit:
-                        return mean_reward(await self._episode.run(seeded, self._rows[number]))
-                except TimeoutError:
-                    if not limit.expired():
-                        raise  # of the episode itself
-                    raise TimeoutError(
-                        f"an episode of row {number} took longer than episode_seconds = {self._episode_seconds:g}"
-                    ) from None
+                return mean_reward(
+                    await in_time(
+                        self._episode.run(seeded, self._rows[number]),
+                        self._episode_seconds,
+                        "episode",
+                        lambda: (
+                            f"an episode of row {number} took longer than episode_seconds = {self._episode_seconds:g}"
+                        ),
+                    )
+                )
 
         async with contextlib.AsyncExitStack() as stack:
             if isinstance(self._episode, contextlib.AbstractAsyncContextManager):

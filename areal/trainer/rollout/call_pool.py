@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from areal.utils.remote_traceback import RemoteTraceback
+
+R = TypeVar("R")
 
 _SHOWN = 200
 """Maximum number of characters of an argument in an error message."""
@@ -122,18 +124,13 @@ class CallPool:
 
     async def _in_time(self, work: Awaitable[Any], args: tuple[Any, ...]) -> Any:
         """Await within the time limit."""
-        limit = asyncio.timeout(self._seconds)
-        try:
-            async with limit:
-                return await work
-        except TimeoutError:
-            if not limit.expired():
-                raise  # of the function itself
+
+        def late() -> str:
             shown = repr(args[0]) if args else ""
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-            raise TimeoutError(f"{self.describe(shown)} took longer than {self._seconds:g} s") from None
-        except SystemExit as error:
-            raise RuntimeError(f"the {self.noun} raised SystemExit: {error}") from error  # it would end the event loop
+            return f"{self.describe(shown)} took longer than {self._seconds:g} s"
+
+        return await in_time(work, self._seconds, self.noun, late)
 
     def _submit(self, call: _Call) -> None:
         """Queue a call, and start a worker unless one is idle or the limit is reached."""
@@ -193,6 +190,32 @@ class CallPool:
                 # Such as SystemExit, which would end the event loop.
                 call.result.set_exception(RuntimeError(f"the {self.noun} raised {type(error).__name__}: {error}"))
         worker.stop()
+
+
+async def in_time(work: Awaitable[R], seconds: float | None, noun: str, late: Callable[[], str]) -> R:
+    """Await code of a user within a time limit.
+
+    Args:
+        work: its awaitable.
+        seconds: time limit; ``None`` for no limit.
+        noun: the code in error messages.
+        late: returns the text of the error at the time limit.
+
+    Raises:
+        TimeoutError: it took longer, or raised this itself.
+        RuntimeError: it raised ``SystemExit``, which would end the event loop.
+        Exception: what else it raised.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise  # of the code itself
+        raise TimeoutError(late()) from None
+    except SystemExit as error:
+        raise RuntimeError(f"the {noun} raised SystemExit: {error}") from error
 
 
 class _Call:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, cast
 import torch.distributed as dist
 
 from areal.inference.protocol import RolloutClient
+from areal.trainer.rollout.call_pool import in_time
 from areal.trainer.rollout.episodes import Episode
 from areal.trainer.rollout.order import NOTHING_PLAYED, Share, equal_counts, order_of, position_of, resharded
 from areal.trainer.rollout.plan import Group, Items, Keep, Plan
@@ -368,11 +369,13 @@ class Runner:
 
     async def _run_episode(self, client: RolloutClient, item: Any) -> list[Sequence]:
         """Run one episode within its time limit, and check its sequences."""
-        async with asyncio.timeout(self.plan.episode_seconds):
-            try:
-                sequences = await self._episode.run(client, item)
-            except SystemExit as error:
-                raise RuntimeError(f"the episode raised SystemExit: {error}") from error  # it would end the event loop
+        seconds = self.plan.episode_seconds
+        sequences = await in_time(
+            self._episode.run(client, item),
+            seconds,
+            "episode",
+            lambda: f"the episode took longer than Plan.episode_seconds = {seconds:g}",
+        )
         for sequence in sequences:
             sequence.sample()  # an invalid sequence fails its episode, not the run
         return sequences
