@@ -35,7 +35,7 @@ DEFAULT_OUTPUTS: Outputs = ("logprobs",)
 """Outputs of a call that names none."""
 
 STREAM_BYTES = 256 * 2**20
-"""Bytes of a stream of tensors after which a reply of rank 0 ends. A quarter of what the executor sends, if that is less."""
+"""Bytes of a stream of tensors in one reply of rank 0, or one tensor if it is larger. Half of what the executor sends, if that is less."""
 
 _NOT_INITIALIZED = "the engine cannot be used: it is not initialized: call initialize(FinetuneSpec(...))"
 _LOST = "the engine cannot be used, call restart() to go on from the last checkpoint"
@@ -292,7 +292,7 @@ class Calls:
         """
         self.require_rank_layouts()
         key, use = self.new_key("stream"), TABLE[path].use_with({})
-        nbytes = min(STREAM_BYTES, self.executor.max_result_bytes // 4)
+        nbytes = min(STREAM_BYTES, self.executor.max_result_bytes // 2)
         given = {name: value for name, value in arguments.items() if value is not None}
         verb = self.verb(path, given, Returned.RANK_0)
         self.run(path, partial(rank_calls.open_stream, verb, key), use=use)

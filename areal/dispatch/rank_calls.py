@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -190,30 +190,55 @@ def drop(keys: tuple[str, ...], rank_objects: RankObjects, _: Any) -> None:
 # ---- streams and contexts
 
 
+class TensorStream:
+    """A stream of tensors that is read in parts.
+
+    Args:
+        tensors: all ranks see tensors of the same sizes.
+
+    Attributes:
+        ended: True once the last tensor was read.
+    """
+
+    def __init__(self, tensors: Iterable[NamedTensor]) -> None:
+        self._tensors = iter(tensors)
+        self._first: NamedTensor | None = None  # of the next part
+        self.ended = False
+
+    def part(self, nbytes: int) -> Iterator[NamedTensor]:
+        """Iterate over the next tensors: at most ``nbytes`` bytes, or one tensor."""
+        total = 0
+        while (each := self._first or next(self._tensors, None)) is not None:
+            self._first = each
+            if total and total + each.tensor.nbytes > nbytes:
+                return
+            total, self._first = total + each.tensor.nbytes, None
+            yield each
+        self.ended = True
+
+
 def open_stream(verb: Verb, key: str, rank_objects: RankObjects, _: Any) -> None:
     """Begin to iterate over tensors."""
     member = attrgetter(verb.path)(rank_objects.engine(verb.engine))
-    rank_objects.by_name[key] = iter(member(**resolved(verb.arguments)))
+    rank_objects.by_name[key] = TensorStream(member(**resolved(verb.arguments)))
 
 
 def next_tensors(key: str, nbytes: int, rank_objects: RankObjects, _: Any) -> tuple[list[NamedTensor], bool]:
-    """Iterate over the next tensors, up to a number of bytes. Rank 0 returns them, and whether the stream has ended.
+    """Iterate over the next part of a stream. Rank 0 returns its tensors, and whether the stream has ended.
 
     Args:
         key: of the stream.
-        nbytes: bytes after which the chunk ends. All ranks see the same tensors, and end it at the same one.
+        nbytes: as in :meth:`TensorStream.part`.
     """
     chunk: list[NamedTensor] = []
-    total = 0
-    for name, tensor in rank_objects.by_name[key]:
-        total += tensor.nbytes
+    stream: TensorStream = rank_objects.by_name[key]
+    for name, tensor in stream.part(nbytes):
         if rank_objects.rank == 0:
             # A copy, because the next tensor may reuse the memory.
             chunk.append(NamedTensor(name, tensor.detach().to("cpu", copy=True)))
-        if total >= nbytes:
-            return chunk, False
-    del rank_objects.by_name[key]
-    return chunk, True
+    if stream.ended:
+        del rank_objects.by_name[key]
+    return chunk, stream.ended
 
 
 def enter_context(verb: Verb, key: str, ranks: frozenset[int] | None, rank_objects: RankObjects, _: Any) -> Any:

@@ -20,6 +20,13 @@ from areal.plan.uniform_layers import UniformLayers
 _LARGEST_PIPELINE = 8
 _MICRO_BATCHES_PER_STAGE = 4
 _LARGEST_SHARD_GROUP = 64
+_SET_BY_THE_PLAN = {
+    "path": "name the model by --model",
+    "backend": "name the layout by --backend",
+    "mb_spec": "set --micro-batch",
+    "init_from_scratch": "leave it out: no weights are read",
+}
+"""Fields of an engine's configuration that no setting changes -> what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,19 @@ class PlanJob:
         if self.micro_batch is not None:
             return Workload(sequences, self.length, max(self.micro_batch, self.length))
         most = n_mbs or (1 if dims.pp == 1 else _MICRO_BATCHES_PER_STAGE * dims.pp)
-        number = max(n for n in range(1, min(most, sequences) + 1) if sequences % n == 0)
-        return Workload(sequences, self.length, sequences // number * self.length)
+        # The last micro-batch may be shorter.
+        at_once = -(-sequences // min(most, sequences))
+        return Workload(sequences, self.length, at_once * self.length)
 
     def config(self, dims: ParallelDims, workload: Workload, checkpointing: str | None = None) -> TrainEngineConfig:
-        """Return the configuration of a layout."""
+        """Return the configuration of a layout.
+
+        Raises:
+            ValueError: the settings have what the plan itself sets.
+        """
+        for name, way_out in _SET_BY_THE_PLAN.items():
+            if name in self.settings:
+                raise NotPlannedError(name, self.settings[name], way_out)
         defaults: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-5, lr_scheduler="constant")}
         chosen = {} if checkpointing is None else {"activation_checkpointing": checkpointing}
         return TrainEngineConfig(
@@ -94,9 +109,9 @@ class PlanJob:
         megatron = MegatronConfig.model_validate(self.settings.get("megatron") or {})
         if megatron.first_stage_layers is not None or megatron.last_stage_layers is not None:
             return None
-        # Activations of the last layers are on the device, and none of the others.
+        # Activations of some layers are on the device, or recomputed, and not of others.
         fsdp = FSDPConfig.model_validate(self.settings.get("fsdp") or {})
-        if fsdp.activation_offload or fsdp.pipeline_layers is not None:
+        if fsdp.activation_offload or fsdp.pipeline_layers is not None or fsdp.checkpointed_share != 1.0:
             return None
         return UniformLayers.of(self.model)
 
@@ -158,6 +173,7 @@ def best_layouts(
     Raises:
         ValueError: the engine refuses each of the layouts; the first refusal.
     """
+    fixed = "activation_checkpointing" in job.settings
     found: list[LayoutPlan] = []
     refusals: list[ValueError] = []
     planned = 0
@@ -166,7 +182,12 @@ def best_layouts(
     for number, dims in enumerate(candidates):
         degrees = (dims.tp, dims.cp, dims.ep)
         known = shorter.get(degrees)
-        if known is not None and known.seconds <= known.slowest.trace.seconds * (1 + _least_bubble(dims)):
+        # Not by the seconds of a step that recomputes activations, which a longer pipeline may not need.
+        if (
+            known is not None
+            and (fixed or known.config.activation_checkpointing == "none")
+            and known.seconds <= known.slowest.trace.seconds * (1 + _least_bubble(dims))
+        ):
             continue
         progress(f"layout {number + 1} of {len(candidates)}: {dims}")
         try:

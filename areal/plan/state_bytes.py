@@ -49,8 +49,8 @@ def describe_state(config: TrainEngineConfig) -> str:
 
 def _first_rank_bytes(config: TrainEngineConfig) -> int:
     """Return the bytes of parameters, gradients and optimizer state of the first rank of an FSDP engine."""
-    # Neither changes the state, and a plan refuses both.
-    fsdp = config.fsdp.model_copy(update={"compile": False, "layer_kernels": "torch"})
+    # None of these changes the state, and a plan refuses all.
+    fsdp = config.fsdp.model_copy(update={"compile": False, "layer_kernels": "torch", "cpu_offload": False})
     with planned_world(0, config.dims.world_size):
         engine = PlannedEngine(config.model_copy(update={"fsdp": fsdp}), memory=1 << 36)
         engine.initialize(FinetuneSpec(total_train_steps=1))

@@ -9,12 +9,15 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal.api import TrainEngineConfig
+from areal.api import FinetuneSpec, TrainEngineConfig
+from areal.engine.fsdp.gradients import GradientSync, depends_on_size
 from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.hub import read_config
 from areal.engine.model.media import IMAGE_FAMILIES
 from areal.engine.torch.pipeline_split import even_counts
+from areal.plan.engines.fsdp import PlannedEngine
+from areal.plan.planned_world import planned_world
 from areal.plan.trace import Trace, TraceRequest, trace_step
 
 
@@ -74,10 +77,31 @@ class UniformLayers:
             )
         most = max(layers_by_rank(config, self.number))
         traces = []
+        sync = self._grad_sync(request)
         for per_chunk in (1, 2):
-            short = config.model_copy(update={"path": self._with_layers(per_chunk * chunks)})
+            path = self._with_layers(per_chunk * chunks)
+            short = config.model_copy(update={"path": path, "grad_sync": sync})
             traces.append(trace_step(*request._replace(config=short)))
         return traces[0].plus(traces[1], (most - dims.vpp) / dims.vpp)
+
+    def _grad_sync(self, request: TraceRequest) -> str:
+        """Return ``TrainEngineConfig.grad_sync``, or what a model of all layers chooses by its size, which those of few layers may not."""
+        config, work = request.config, request.workload
+        if config.dims.backend != "fsdp" or not depends_on_size(config) or work.sequences_at_once == work.sequences:
+            return config.grad_sync
+        one, two = (self._trained_elements(request, number) for number in (1, 2))
+        sharded, unsharded = (a + (b - a) * (self.number - 1) for a, b in zip(one, two, strict=True))
+        every = GradientSync.by_size(config, sharded, unsharded, request.memory).every
+        return "micro_batch" if every else "call"
+
+    def _trained_elements(self, request: TraceRequest, number: int) -> tuple[int, int]:
+        """Return :func:`areal.engine.fsdp.gradients.trained_elements` of a rank, whose model has ``number`` layers."""
+        config = request.config.model_copy(update={"path": self._with_layers(number)})
+        with planned_world(request.rank, config.dims.world_size):
+            engine = PlannedEngine(config, request.memory)
+            engine.initialize(FinetuneSpec(total_train_steps=1))
+            with engine:
+                return engine.trained_elements()
 
     def _with_layers(self, number: int) -> str:
         """Return a directory with the configuration of the model, with another number of layers."""

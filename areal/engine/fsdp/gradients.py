@@ -20,6 +20,8 @@ from areal.utils.dtensor import local_part
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.releases import accumulate_gradients, drop_accumulated, fsdp_param_groups
 
+_ONCE, _EACH = "once per call", "on each micro-batch"
+
 _LARGEST_FRACTION = 0.25
 """Fraction of the memory without sharded state that unsharded gradients may take with ``grad_sync="auto"``."""
 
@@ -74,26 +76,35 @@ class GradientSync:
             memory: bytes of a rank's device, equal on all ranks.
             control: control plane over all ranks, whose shards may differ in size.
         """
-        once, each = "once per call", "on each micro-batch"
-        if config.grad_sync != "auto":
-            return cls(config.grad_sync == "micro_batch", each if config.grad_sync == "micro_batch" else once)
-        # A pipeline reduces at the end of a call. Adapters are reduced once per optimizer step.
-        if config.dims.pp > 1 or config.lora is not None or config.optimizer is None:
-            return cls(False, once)
+        if not depends_on_size(config):
+            every = config.grad_sync == "micro_batch"
+            return cls(every, _EACH if every else _ONCE)
+        sharded, unsharded = map(max, zip(*control.gather(trained_elements(model)), strict=True))
+        return cls.by_size(config, sharded, unsharded, memory)
+
+    @classmethod
+    def by_size(cls, config: TrainEngineConfig, sharded: float, unsharded: float, memory: int) -> GradientSync:
+        """Choose by the numbers of elements of :func:`trained_elements`. ``memory`` is that of :meth:`choose`."""
         # Shards of parameters, gradients and optimizer state, and the additional bytes of unsharded gradients.
-        sharded, unsharded = map(max, zip(*control.gather(_trained_elements(model)), strict=True))
         master, reduced = torch_dtype(config.master_dtype).itemsize, torch_dtype(config.grad_reduce_dtype).itemsize
         moment = 2 if config.fsdp.optimizer_state_dtype == "bfloat16" else master
-        n_moments = 2 if config.optimizer.type == "adamw" else 1
+        n_moments = 2 if config.optimizer is not None and config.optimizer.type == "adamw" else 1
         sharded = 0 if config.fsdp.cpu_offload else sharded
         state = sharded * (master + reduced + n_moments * moment)
         extra, room = (unsharded - sharded) * reduced, max(memory - state, 0)
         every = extra > room * _LARGEST_FRACTION
         text = f"unsharded gradients take {extra / 2**30:.2f} GiB more, sharded state leaves {room / 2**30:.2f} GiB"
-        return cls(every, f"{each if every else once}, chosen by size: {text}")
+        return cls(every, f"{_EACH if every else _ONCE}, chosen by size: {text}")
 
 
-def _trained_elements(model: nn.Module) -> tuple[int, int]:
+def depends_on_size(config: TrainEngineConfig) -> bool:
+    """Return whether the size of the model decides when gradients are reduced."""
+    # A pipeline reduces at the end of a call. Adapters are reduced once per optimizer step.
+    alone = config.dims.pp == 1 and config.lora is None and config.optimizer is not None
+    return config.grad_sync == "auto" and alone
+
+
+def trained_elements(model: nn.Module) -> tuple[int, int]:
     """Return the numbers of elements of this rank's shards that are trained, and of the parameters that FSDP gathers from them."""
     groups = [
         group for module in model.modules() if isinstance(module, FSDPModule) for group in fsdp_param_groups(module)

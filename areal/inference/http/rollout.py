@@ -253,7 +253,7 @@ class HTTPRollout:
 
     @property
     def asleep(self) -> bool:
-        """True between :meth:`sleep` and :meth:`wake`, on the rank that has the servers."""
+        """True between :meth:`sleep` and :meth:`wake`."""
         return self._asleep
 
     def sleep(self) -> None:
@@ -370,7 +370,7 @@ class HTTPRollout:
             await asyncio.sleep(0.05)
 
     def _check_awake(self) -> None:
-        if self._asleep:
+        if self._asleep and self.owns_servers:  # which refuses for all ranks
             raise RuntimeError("the rollout is asleep: call wake() first")
 
     async def _sleep(self) -> list[str]:
@@ -378,9 +378,9 @@ class HTTPRollout:
         await asyncio.gather(*(task for task in self._tasks if task.cancelling()), return_exceptions=True)
         if self._tasks:
             raise RuntimeError(f"{len(self._tasks)} answers are running: wait for them before sleep()")
-        self._asleep = self.owns_servers
+        self._asleep = True
         faults = await self._fleet.sleep()
-        self._asleep = self.owns_servers and not any(faults)
+        self._asleep = not any(faults)
         return faults
 
     async def _wake(self) -> list[str]:

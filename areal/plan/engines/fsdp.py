@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from areal.api import MicroBatchList, TrainEngineConfig
 from areal.api.sections.optimizer import OptimizerConfig
 from areal.engine.fsdp.engine import FSDPEngine
+from areal.engine.fsdp.gradients import trained_elements
 from areal.engine.torch.model_chunks import ModelChunks
 from areal.engine.torch.muon.matrices import matrices_of
 from areal.engine.torch.muon.optimizer import Muon
@@ -35,9 +36,10 @@ class PlannedEngine(PlannedStep, FSDPEngine):
     def __init__(self, config: TrainEngineConfig, memory: int) -> None:
         # Liger's kernels need CUDA: the engine would refuse them on the meta device.
         liger = None if config.fsdp.layer_kernels == "torch" else config.fsdp.layer_kernels
-        for name, value in (("fsdp.compile", config.fsdp.compile), ("fsdp.layer_kernels", liger)):
+        options = {"compile": config.fsdp.compile, "layer_kernels": liger, "cpu_offload": config.fsdp.cpu_offload}
+        for name, value in options.items():
             if value:
-                raise NotPlannedError(name, value)
+                raise NotPlannedError(f"fsdp.{name}", value)
         super().__init__(config, memory)
         self._matrices: list[nn.Parameter] = []
 
@@ -67,6 +69,10 @@ class PlannedEngine(PlannedStep, FSDPEngine):
     def chunks(self) -> ModelChunks:
         """The sharded model of this rank."""
         return self._require_components().model  # type: ignore[return-value]
+
+    def trained_elements(self) -> tuple[int, int]:
+        """Return the elements of :func:`areal.engine.fsdp.gradients.trained_elements`."""
+        return trained_elements(self.chunks)
 
     def parameter_bytes(self) -> int:
         """Return the bytes of this rank's shards of the parameters, with the padding of uneven shards, and of its adapter."""

@@ -53,6 +53,7 @@ class LiveModel(TrainedModel):
         failed: numbers of requests that failed before their turn.
         losses: ``(seq_id, loss, tokens)`` of the last passes.
         asleep: its adapter is not in the backend, and must be restored before its next request.
+        attempts: losses of the backend in its restoration while no request waited for it.
         stored_uid, stored_at: folder and time of its last snapshot; the time of its creation if it has none.
         steps: optimizer steps since then.
     """
@@ -67,6 +68,7 @@ class LiveModel(TrainedModel):
     gap_timer: Any = None
     running: tuple[str, ...] = ()
     asleep: bool = False
+    attempts: int = 0
     stored_uid: str | None = None
     stored_at: float = field(default_factory=time.monotonic)
     steps: int = 0

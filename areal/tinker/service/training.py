@@ -285,7 +285,7 @@ class Training:
             await self._recovery.restore(model, self._execute)
             await self._note_begun()
         except BackendLostError as error:
-            await self._lose_models(str(error), [(model, head)] if head else [])
+            await self._lose_models(str(error), [(model, head)])
         except BackendAwayError as error:
             await self._futures.fail([entry.request_id for entry in model.pass_over()], str(error), "server")
         except Exception as error:
@@ -298,7 +298,7 @@ class Training:
         self._release(model)
 
     async def save_timed_out(self, model: LiveModel) -> str | None:
-        """Save a checkpoint of a model whose client is away. Returns its path; ``None`` if there is nothing to save, or no room."""
+        """Call :meth:`~areal.tinker.service.recovery.recovery.Recovery.save_timed_out` if there is anything to save."""
         if not self._settings.recovery or model.next_seq <= 1:
             return None
         if model.asleep:
@@ -324,19 +324,20 @@ class Training:
         except Exception:
             logger.exception("the adapter of %s could not be released", model.id)
 
-    async def _lose_models(self, error: str, interrupted: Sequence[tuple[LiveModel, Entry]] = ()) -> None:
+    async def _lose_models(self, error: str, interrupted: Sequence[tuple[LiveModel, Entry | None]] = ()) -> None:
         """Start the backend again after its loss. All models are restored before their next request, unless that is the cause of the loss."""
         logger.error("the backend is lost: %s", error)
         await self._note_begun()
         lost = [] if self._settings.recovery else list(self.order.models.values())
         for model in self.order.models.values():
             model.in_backend = False
-        # The requests that it has interrupted run again, a few times.
+        # The requests that it has interrupted run again, a few times; so does the restoration of a model for which none waits.
         for model, entry in interrupted:
-            entry.attempts += 1
-            if entry.attempts >= MAX_ATTEMPTS:
+            tried = model if entry is None else entry
+            tried.attempts += 1
+            if tried.attempts >= MAX_ATTEMPTS:
                 lost.append(model)
-            elif self._settings.recovery and model.closed is None:
+            elif entry is not None and self._settings.recovery and model.closed is None:
                 model.put_back(entry)
         for model in self.order.models.values():
             model.asleep = model.next_seq > 0

@@ -23,7 +23,7 @@ class AgentEpisode:
         agent: function from ``base_url`` and an item to a result. A coroutine function runs on the event loop, another function in threads. A
             :class:`~areal.trainer.rollout.call_pool.CallPool` sets their number or a time limit.
         reward: function from an item and the result to a number, or a :class:`~areal.trainer.rollout.rewards.RewardPool`.
-        max_requests: maximum number of answers of an episode; ``None`` for no limit.
+        max_requests: maximum number of requests of an episode that are answered or under way; ``None`` for no limit.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def test_ranks_that_ask_for_different_outputs_are_told(backend: str) -> None:
 @pytest.mark.world(2)
 def test_reductions_are_chosen_alike_on_ranks_with_other_shards() -> None:
     sizes = (10, 10**6) if world().rank else (10, 20)
-    with mock.patch.object(gradients, "_trained_elements", return_value=sizes), started("fsdp:d2") as engine:
+    with mock.patch.object(gradients, "trained_elements", return_value=sizes), started("fsdp:d2") as engine:
         sync = gradients.GradientSync.choose(engine._components.model, engine.config, 10**6, engine.control)
         assert engine.control.gather(sync.every) == [True, True]
 

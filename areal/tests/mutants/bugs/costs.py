@@ -81,7 +81,7 @@ def numbers_of_the_host_sent_to_the_device(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.fsdp.gradients:_trained_elements",
+    "areal.engine.fsdp.gradients:trained_elements",
     "dist/step/test_memory.py::test_default_reduction_of_gradients_depends_on_the_size_of_the_model[*fsdp:d2]",
 )
 def unsharded_gradients_not_counted(right: Function) -> Function:

@@ -19,7 +19,7 @@ from areal.engine.model.hub import read_config
 from areal.inference.http.group.reshard_plan import HeldPart, plan_resharding
 from areal.plan.hardware import Hardware
 from areal.plan.layout_plan import Stage, traced_stages
-from areal.plan.layout_search import PlanJob, best_layouts, layouts, with_world_size
+from areal.plan.layout_search import best_layouts, layouts, with_world_size
 from areal.plan.report import describe_layouts
 from areal.plan.scaling_picture import save_scaling
 from areal.plan.server_update import ServerUpdate
@@ -29,9 +29,8 @@ from areal.plan.trace import Trace
 from areal.plan.uniform_layers import UniformLayers
 from areal.tests.harness.tiny import NEEDS_CPU, config, family_dir
 from areal.tests.harness.world import no_world
+from areal.tests.unit.plan.jobs import SETTINGS, job
 from areal.utils import platform
-
-SETTINGS = {"dtype": "bfloat16", "optimizer": OptimizerConfig(lr=1e-3, lr_scheduler="constant")}
 
 STATE = ("parameters", "optimizer")
 
@@ -41,12 +40,6 @@ def _process_without_a_world() -> Iterator[None]:
     with no_world():
         yield
     assert not dist.is_initialized()
-
-
-def job(layers: int = 8, **changes: object) -> PlanJob:
-    """Return a job on a tiny model."""
-    fields = {"tokens_per_rank": 64, "length": 64, "memory": 2**34, "hardware": Hardware(), "settings": SETTINGS}
-    return PlanJob(model=family_dir("qwen3", num_hidden_layers=layers), **{**fields, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +102,7 @@ def test_state_is_two_moments_of_the_parameters() -> None:
 
 def test_state_of_a_dry_run_does_not_depend_on_kernels() -> None:
     plain = config("fsdp:d2", path=family_dir("qwen3"))
-    others = [{"layer_kernels": "liger"}, {"compile": True}]
+    others = [{"layer_kernels": "liger"}, {"compile": True}, {"cpu_offload": True}]
     texts = {describe_state(plain.model_copy(update={"fsdp": FSDPConfig(**fields)})) for fields in ({}, *others)}
     assert len(texts) == 1
 
@@ -358,6 +351,9 @@ def test_muon_computes_whole_matrices() -> None:
         (["--backend", "fsdp:t2", "--sequence", "4096"], "less than one sequence of 4096"),
         (["--backend", "fsdp:t2", "fsdp.compile=true"], "fsdp.compile = True"),
         (["--backend", "fsdp", "--layouts", "1", "fsdp.compile=true"], "fsdp.compile = True"),
+        (["--backend", "fsdp", "--layouts", "1", "fsdp.cpu_offload=true"], "fsdp.cpu_offload = True"),
+        (["--backend", "fsdp:t2", "mb_spec.granularity=2"], "set --micro-batch"),
+        (["--backend", "fsdp", "--layouts", "1", "path=elsewhere"], "name the model by --model"),
         # A search, of whose layouts each is refused.
         (["--backend", "fsdp", "--layouts", "1", "activation_checkpointing=ful"], "activation_checkpointing"),
         (["--backend", "fsdp", "--layouts", "1", "dtyp=float32"], "dtyp"),

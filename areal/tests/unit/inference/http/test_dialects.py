@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from areal.dispatch.shared_devices import Kind, Part, SharedDevices
 from areal.inference.http import VLLM, Dialect, HTTPRollout, SGLang
 from areal.inference.http.group import GlooCarrier, IPCCarrier
 from areal.inference.http.servers.dialect import Ask, Routes, ServedModel
@@ -41,6 +43,41 @@ def test_dialect_implements_at_most_twelve_members() -> None:
     assert len(members) <= 12, members
     assert {"labels", "sleeps", "group"} <= set(members)
     assert all(hasattr(VLLM(), name) for name in vars(Dialect) if not name.startswith("_"))
+
+
+class SecondRank:
+    """Control plane of a rank beside the first, on which nothing fails."""
+
+    rank, size = 1, 2
+
+    def attempt(self, function: Any, note: str = "") -> Any:
+        return function()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def attempt_and_gather(self, function: Any, note: str = "") -> list[Any]:
+        return self.gather(function())
+
+    def settle(self, error: BaseException | None, note: str = "") -> None:
+        assert error is None
+
+
+def test_rank_without_servers_sleeps_on_shared_devices(tmp_path: Path) -> None:
+    with HTTPRollout("http://127.0.0.1:9", VLLM(), folder=tmp_path, control=SecondRank()) as rollout:
+        shared = SharedDevices({"gpu": 100})
+        shared.placement.add_model(
+            "policy",
+            weights={"gpu": 80},
+            gradients={"gpu": 0},
+            optimizer={"gpu": 0},
+            existing=(Kind.WEIGHTS,),
+            on_device=(Kind.WEIGHTS,),
+        )
+        # It does not fit beside the weights, on any rank.
+        shared.add_rollout("rollout", rollout, 60)
+        assert rollout.asleep
+        assert not shared.placement.is_on_device(Part("rollout", Kind.ROLLOUT))
 
 
 def test_labels_sleep_and_groups_are_optional(sglang: Process, tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from areal.tests.unit.tinker.service.fakes import (
     refused,
     sample,
     serving,
+    step,
     train,
 )
-from areal.tinker.backends.errors import UserError
+from areal.tinker.backends.errors import BackendLostError, UserError
 from areal.tinker.service.errors import NotFoundError, SessionOverError
+from areal.tinker.service.recovery.survivors import MAX_ATTEMPTS
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.weights import SaveForSampler
 
@@ -116,6 +118,30 @@ def test_a_session_without_heartbeats_times_out(tmp_path: Path) -> None:
             beating.cancel()
             with pytest.raises(SessionOverError):
                 await service.heartbeat(session)
+
+    asyncio.run(main())
+
+
+class EndsInLoads(FakeTraining):
+    """A backend that ends whenever it loads a snapshot."""
+
+    def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> Any:
+        self.models.clear()
+        raise BackendLostError("a worker died")
+
+
+def test_timed_out_model_whose_restoration_ends_the_backend_is_given_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, FakeTraining(), recovery_steps=1, recovery_fraction=1.0) as service:
+            model = await new_model(service)
+            await done(service, train(model, 1))
+            await done(service, step(model, 2, learning_rate=0.01))
+            await eventually(lambda: any(tmp_path.glob("checkpoints/*/live/*")))
+        training = EndsInLoads()
+        async with serving(tmp_path, training, session_timeout_s=0.2) as service:
+            await eventually(lambda: not service.parts.training.order.models)
+            await eventually(lambda: training.calls.count(("restart",)) == MAX_ATTEMPTS)
+            await eventually(lambda: not service.parts.sessions.count())
 
     asyncio.run(main())
 
