@@ -136,6 +136,11 @@ class PolicyRun(Run[C], Generic[C]):
                 raise ValueError(
                     f"{name} = {getattr(config, name)} without tools: an episode has one answer; leave it out"
                 )
+        if config.overlong_tokens is not None and (self._tools or self._episode is not None):
+            raise ValueError(
+                f"overlong_tokens = {config.overlong_tokens} with {'tools' if self._tools else 'an episode'}: the penalty is of one answer; "
+                "leave it out, and let the reward judge the length"
+            )
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
         self.chat = renderer(config, self.tokenizer, self._tools)
         rows = chain(self.rows, self.held_out or ())

@@ -255,6 +255,16 @@ def test_tools_make_episodes_of_turns(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_penalty_of_length_is_refused_with_several_answers(backend: str, tmp_path: Path) -> None:
+    """It compares the tokens of an episode with the limit of one answer."""
+    config = GRPOConfig(model=recipe_model(), backend=backend, output=tmp_path, overlong_tokens=4, **SMALL)
+    episode: Any = SingleTurn(lambda row: [1], lambda row, answer: 1.0, Sampling(5))
+    for with_what, parts in (("tools", {"tools": [double]}), ("an episode", {"episode": episode})):
+        with pytest.raises(ValueError, match=f"overlong_tokens = 4 with {with_what}: the penalty is of one answer"):
+            GRPORun(config, rows(8), reward, **parts)
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
 def test_settings_reach_their_places(backend: str, tmp_path: Path) -> None:
     """A penalty of length, masked truncations, a control with shuffled rewards, and parts that are passed."""
     config = GRPOConfig(
