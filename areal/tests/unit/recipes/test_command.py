@@ -78,6 +78,7 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
         (["backend=fsdp:d2t"], "fsdp:d2t"),
         (["servers=['a']", "start_server=vllm serve"], "both generate; leave one of them out"),
         (["max_new_tokens=999"], "and the model's context is 256: leave out long rows, or lower the number"),
+        (["max_context=10"], "and max_context is 10: raise it, leave out long rows, or lower the number"),
         (["patience=2"], "patience = 2 without eval_every: it counts evaluations during training"),
         (["eval_every=1"], "eval_every = 1 without rows for evaluation: set evaluation or held_out"),
         (["reward=builtins:abs"], "it is called with (row, answer), or (row, answer, messages)"),
