@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -76,9 +77,11 @@ class Conversation:
         """Append a sampled answer, and parse its text up to the first of the strings ``stop``. Calls without an identifier get one."""
         self._expect_answer(True)
         answer = self._chat.parse(sampled.tokens, stop)
-        known = sum(len(each.tool_calls) for each in self.answers)
+        used = {call.get("id") for message in self.messages for call in message.get("tool_calls") or ()}
+        used.update(call.id for call in answer.tool_calls)
         # Nine characters, as some templates want.
-        calls = [replace(call, id=call.id or f"call{known + i:05}") for i, call in enumerate(answer.tool_calls)]
+        free = (name for i in count() if (name := f"call{i:05}") not in used)
+        calls = [call if call.id else replace(call, id=next(free)) for call in answer.tool_calls]
         answer = replace(answer, tool_calls=tuple(calls))
         self.segments = sampled.after(self.segments)
         self.messages.append(answer.message())

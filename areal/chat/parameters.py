@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -41,13 +40,21 @@ def read_value(text: str, kinds: Kinds, quoted: bool) -> Any:
     word = text.strip()
     if not quoted and "string" in kinds and kinds <= {"string", "null"}:
         return None if "null" in kinds and word in ("None", "null") else text
-    if word in constants:
-        return constants[word]
-    with contextlib.suppress(ValueError):
-        return json.loads(text)
-    if kinds and "string" not in kinds:
-        raise ValueError(f"a parameter of the type {' or '.join(sorted(kinds))} has the value {text[:100]!r}")
-    return text
+    try:
+        value = constants[word] if word in constants else json.loads(text)
+    except ValueError:
+        if kinds and "string" not in kinds:
+            names = " or ".join(sorted(kinds))
+            raise ValueError(f"a parameter of the type {names} has the value {text[:100]!r}") from None
+        return text
+    if quoted or "string" not in kinds:
+        return value
+    others = kinds - {"string"} | ({"integer"} if "number" in kinds else set())
+    return value if _kind_of(value) in others else text
+
+
+def _kind_of(value: Any) -> str:
+    return "null" if value is None else _JSON_TYPES[type(value)]
 
 
 def _kinds(schema: Any) -> Kinds:
@@ -62,4 +69,4 @@ def _kinds(schema: Any) -> Kinds:
         each = [_kinds(alternative) for alternative in alternatives]
         return frozenset().union(*each) if all(each) else frozenset()
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return frozenset("null" if value is None else _JSON_TYPES[type(value)] for value in values)
+    return frozenset(map(_kind_of, values))

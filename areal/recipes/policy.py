@@ -136,6 +136,11 @@ class PolicyRun(Run[C], Generic[C]):
                 raise ValueError(
                     f"{name} = {getattr(config, name)} without tools: an episode has one answer; leave it out"
                 )
+        if config.overlong_tokens is not None and (self._tools or self._episode is not None):
+            raise ValueError(
+                f"overlong_tokens = {config.overlong_tokens} with {'tools' if self._tools else 'an episode'}: the penalty is of one answer; "
+                "leave it out, and let the reward judge the length"
+            )
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
         self.chat = renderer(config, self.tokenizer, self._tools)
         rows = chain(self.rows, self.held_out or ())
@@ -210,24 +215,29 @@ class PolicyRun(Run[C], Generic[C]):
         """Return the maximum number of tokens of a prompt with its answers.
 
         Raises:
-            ValueError: the model's context is shorter.
+            ValueError: ``max_context`` or the model's context is too short.
         """
-        config, context = self.config, max_positions(read_config(self.config.model))
-        if config.max_context is not None or self._episode is not None:
-            needed, why = config.max_context or context or 0, f"max_context = {config.max_context}"
-        else:
-            prompt = max(
-                len(prompt_tokens(self.prompt(row))) for rows in (self.rows, self.held_out or ()) for row in rows
+        config, known = self.config, max_positions(read_config(self.config.model))
+        context = known or 10**9
+        if (config.max_context or 0) > context:
+            raise ValueError(f"max_context = {config.max_context}: the model's context is {context}; lower the number")
+        if self._episode is not None:
+            return config.max_context or known or 0
+        # An episode of the evaluation may shorten its prompts.
+        held_out = () if config.max_context and self._eval_episode is not None else self.held_out or ()
+        prompt = max(len(prompt_tokens(self.prompt(row))) for row in chain(self.rows, held_out))
+        limit = config.max_context or context
+        why = f"max_context is {limit}: raise it," if config.max_context else f"the model's context is {context}:"
+        most = config.max_episode_tokens or 10**9
+        answer, name = min((config.max_new_tokens, "max_new_tokens"), (most, "max_episode_tokens"))
+        if (needed := prompt + answer) > limit:
+            raise ValueError(
+                f"the longest prompt has {prompt} tokens, with {name} = {answer} that is {needed}, and {why} leave out long rows, "
+                "or lower the number"
             )
-            if self._tools:
-                # Results of tools need room as well: as much as the answers.
-                answers = min(config.max_turns * config.max_new_tokens, config.max_episode_tokens or 10**9)
-                return min(prompt + 2 * answers, context or 10**9)
-            needed = prompt + config.max_new_tokens
-            why = f"the longest prompt has {prompt} tokens, with max_new_tokens = {config.max_new_tokens} that is {needed}"
-        if context is not None and needed > context:
-            raise ValueError(f"{why}, and the model's context is {context}: leave out long rows, or lower the number")
-        return needed
+        # Results of tools need room as well: as much as the answers.
+        with_results = prompt + 2 * min(config.max_turns * config.max_new_tokens, most)
+        return config.max_context or min(with_results if self._tools else needed, context)
 
     def _make_episode(self, temperature: float) -> Episode:
         config = self.config

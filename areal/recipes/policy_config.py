@@ -68,7 +68,7 @@ class PolicyConfig(RunConfig):
     overlong_tokens: int | None = Field(
         default=None,
         gt=0,
-        description="Width in tokens of a penalty that rises to 1 at `max_new_tokens`; None for none.",
+        description="Width in tokens of a penalty that rises to 1 at `max_new_tokens`; None for none. Not with tools or an own episode.",
     )
     shuffle_rewards: bool = Field(
         default=False,

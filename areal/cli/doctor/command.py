@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -86,13 +87,15 @@ def compare_ranks(observed: Observed) -> Finding:
         text = f"{observed.failure}\n{observed.output}".rstrip()
         return Finding(name, State.FAULT, f"{text}\n{_way_out(observed)}")
     pairs = zip(observed.one, observed.two, strict=True)
-    difference = max(abs(two - one) / max(abs(one), 1e-12) for one, two in pairs)
+    differences = [abs(two - one) / max(abs(one), 1e-12) for one, two in pairs]
+    # max() alone would pass over most of those that are no number.
+    difference = next(filter(math.isnan, differences), max(differences))
     steps = f"losses and gradient norms of {len(observed.one) // 2} steps on fsdp:d2 and fsdp:d1"
     text = f"{steps} differ by {difference:.1e}, {observed.seconds:.0f} s"
     if difference <= TOLERANCE:
         return Finding(name, State.FINE, text)
     return Finding(
-        name, State.FAULT, f"{text}: more than {TOLERANCE:g}\n{observed.one} and {observed.two}: report this"
+        name, State.FAULT, f"{text}: not within {TOLERANCE:g}\n{observed.one} and {observed.two}: report this"
     )
 
 

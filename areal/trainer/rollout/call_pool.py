@@ -270,14 +270,7 @@ class _Process(_Thread):
 
     def run(self, args: tuple[Any, ...]) -> Any:
         if self._process is None:
-            # Spawned: a fork would copy the locks of other threads, and cannot use a GPU's runtime.
-            context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_serve_calls, args=(theirs, self._function), daemon=True)
-            self._process.start()
-            theirs.close()
-            if self._stopped:
-                self._process.kill()
+            self._start()
         try:
             self._connection.send(args)
             done, value = self._connection.recv()
@@ -293,8 +286,20 @@ class _Process(_Thread):
             raise RuntimeError(text) from RemoteTraceback(where)
         return value
 
+    def _start(self) -> None:
+        # Spawned: a fork would copy the locks of other threads, and cannot use a GPU's runtime.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        process = context.Process(target=_serve_calls, args=(theirs, self._function), daemon=True)
+        with theirs:
+            process.start()
+        # Only one that has started can be killed, and is there for the next call.
+        self._process = process
+        if self._stopped:
+            process.kill()
+
     def stop(self) -> None:
-        """Kill the process. Its call, if there is one, fails."""
+        """Kill the process, if necessary once it has started. Its call, if there is one, fails."""
         self._stopped = True
         process = self._process
         if process is not None:

@@ -255,6 +255,46 @@ def test_tools_make_episodes_of_turns(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_first_answer_with_tools_has_room_in_the_context(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text(TOOLS)
+
+    def run(**settings: Any) -> GRPORun:
+        config = GRPOConfig(
+            model=recipe_model(),
+            backend=backend,
+            output=tmp_path / "run",
+            chat_template=str(tmp_path / "template.jinja"),
+            **{**SMALL, **settings},
+        )
+        return GRPORun(config, rows(8), reward, tools=[double])
+
+    for settings, message in (
+        ({"max_new_tokens": 255}, r"with max_new_tokens = 255 that is \d+, and the model's context is 256: leave out"),
+        ({"max_new_tokens": 999, "max_episode_tokens": 254}, "with max_episode_tokens = 254 that is"),
+        (
+            {"max_context": 10},
+            "with max_new_tokens = 5 that is .* and max_context is 10: raise it, leave out long rows",
+        ),
+        ({"max_context": 257}, "max_context = 257: the model's context is 256; lower the number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(**settings)
+    # The limit of an episode is that of its first answer, too, and a later one may find less room.
+    assert run(max_new_tokens=999, max_episode_tokens=100, max_context=200)._max_context == 200
+    assert run(max_new_tokens=100)._max_context == 256
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+def test_penalty_of_length_is_refused_with_several_answers(backend: str, tmp_path: Path) -> None:
+    """It compares the tokens of an episode with the limit of one answer."""
+    config = GRPOConfig(model=recipe_model(), backend=backend, output=tmp_path, overlong_tokens=4, **SMALL)
+    episode: Any = SingleTurn(lambda row: [1], lambda row, answer: 1.0, Sampling(5))
+    for with_what, parts in (("tools", {"tools": [double]}), ("an episode", {"episode": episode})):
+        with pytest.raises(ValueError, match=f"overlong_tokens = 4 with {with_what}: the penalty is of one answer"):
+            GRPORun(config, rows(8), reward, **parts)
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
 def test_settings_reach_their_places(backend: str, tmp_path: Path) -> None:
     """A penalty of length, masked truncations, a control with shuffled rewards, and parts that are passed."""
     config = GRPOConfig(

@@ -13,7 +13,7 @@ from areal.tests.unit.chat.agents import answer_of
 from areal.tests.unit.chat.tokenizers import chat_tokenizer
 
 TAGS = pytest.mark.parametrize("template", [templates.PAIRS, templates.TAGGED], ids=["one line", "lines of values"])
-STRING, NULL = {"type": "string"}, {"type": "null"}
+STRING, NULL, INTEGER, NUMBER = ({"type": name} for name in ("string", "null", "integer", "number"))
 
 
 def chat_of_tool(template: str, **parameters: Any) -> Chat:
@@ -36,8 +36,13 @@ def parsed(chat: Chat, **arguments: Any) -> ParsedAnswer:
         ({"anyOf": [STRING, NULL]}, "0150"),
         ({"anyOf": [STRING, NULL]}, None),
         ({"type": ["string", "null"]}, "12"),
-        ({"oneOf": [{"type": "integer"}, STRING]}, "many"),
-        ({"oneOf": [{"type": "integer"}, STRING]}, 12),
+        ({"oneOf": [INTEGER, STRING]}, "many"),
+        ({"oneOf": [INTEGER, STRING]}, 12),
+        *(({"anyOf": [INTEGER, STRING]}, text) for text in ("1.10", "1e3", "true", "None", "[1, 2]", '"a"')),
+        *(({"anyOf": [NUMBER, STRING]}, value) for value in (12, 1.5, "false")),
+        ({"type": ["boolean", "string"]}, True),
+        ({"type": ["boolean", "string"]}, "0"),
+        ({"type": ["array", "string"]}, ["a"]),
         ({"enum": ["Oslo", "Rome"]}, "Oslo"),
         ({"enum": ["1", "2"]}, "1"),
         ({"const": "3"}, "3"),
@@ -52,11 +57,13 @@ def parsed(chat: Chat, **arguments: Any) -> ParsedAnswer:
 def test_value_of_any_schema_is_read(template: str, schema: Any, value: Any) -> None:
     answer = parsed(chat_of_tool(template, city=schema), city=value)
     assert answer.errors == ()
-    assert answer.tool_calls[0].arguments == {"city": value}
+    got = answer.tool_calls[0].arguments
+    assert got == {"city": value}
+    assert type(got["city"]) is type(value)
 
 
 @TAGS
-@pytest.mark.parametrize("kinds", [{"enum": [1, 2]}, {"anyOf": [{"type": "integer"}, NULL]}], ids=str)
+@pytest.mark.parametrize("kinds", [{"enum": [1, 2]}, {"anyOf": [INTEGER, NULL]}], ids=str)
 def test_text_is_refused_where_no_string_may_be(template: str, kinds: dict[str, Any]) -> None:
     answer = parsed(chat_of_tool(template, days=kinds), days="three")
     assert answer.tool_calls == ()

@@ -35,6 +35,16 @@ def test_results_of_tools_extend_to_the_prompt_of_the_template(name: str) -> Non
     assert talk.answers[-1].tool_calls[0].id == "call00001"
 
 
+def test_new_calls_do_not_have_the_identifiers_of_earlier_messages() -> None:
+    chat = chat_of(templates.CHATML, *TOOLS)
+    earlier = [USER, ParsedAnswer("", tool_calls=(CALL,)).message(), CALL.result("4"), ParsedAnswer("4").message()]
+    talk = chat.start([*earlier, MORE])
+    for expected in (["call00000", "call00002"], ["call00003", "call00004"]):
+        answer = talk.answer(sampled(answer_of(chat, ParsedAnswer("", tool_calls=(CALL, CALL)).message())))
+        assert [call.id for call in answer.tool_calls] == expected
+        talk.add(*[call.result("4") for call in answer.tool_calls])
+
+
 @pytest.mark.parametrize("name", ["CHATML", "ALONE", "PAIRS", "LISTED", "CLOSED"])
 def test_user_turns_extend_to_the_prompt_of_the_template(name: str) -> None:
     chat = chat_of(templates.CALLING[name])

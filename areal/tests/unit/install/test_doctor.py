@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -129,12 +131,17 @@ def test_one_process_that_cannot_train_points_to_packages(stand_in: Path) -> Non
 
 
 def test_different_numbers_are_a_fault() -> None:
-    def state(two: list[float]) -> State:
-        return compare_ranks(Observed(one=[2.0, 1.0], two=two)).state
+    def state(two: list[float], one: Sequence[float] = (2.0, 1.0)) -> State:
+        return compare_ranks(Observed(one=[*one], two=two)).state
 
     assert state([2.0, 1.00001]) is State.FINE
     assert state([2.0, 1.001]) is State.FAULT
     assert state([2.0, 0.999]) is State.FAULT
+    # Also those that are not finite, wherever they are.
+    for wrong in (math.nan, math.inf):
+        assert state([2.0, wrong]) is State.FAULT
+        assert state([wrong, 1.0]) is State.FAULT
+        assert state([2.0, wrong], one=[2.0, wrong]) is State.FAULT
 
 
 def test_broken_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal.cli.run_recipe import read_settings, run_recipe, run_reproduce
-from areal.recipes import GRPOConfig
+from areal.recipes import GRPOConfig, distill
 from areal.recipes.reproduce import read_record
 from areal.tests.harness.processes import needs_own_world
 from areal.tests.harness.recipes.recipe_data import recipe_model, rows
@@ -57,6 +57,11 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
         "grad_sync": "call",
         "activation_checkpointing": "full",
     }
+    # An empty table turns an option on.
+    assert read_settings(["engine.fsdp.quantization.format="]) == {}
+    # A file as that of a run with this output.
+    (file.parent / "lr=1e-6.toml").write_text("steps = 7")
+    assert read_settings([str(file.parent / "lr=1e-6.toml")]) == {"steps": 7}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +83,9 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
         (["backend=fsdp:d2t"], "fsdp:d2t"),
         (["servers=['a']", "start_server=vllm serve"], "both generate; leave one of them out"),
         (["max_new_tokens=999"], "and the model's context is 256: leave out long rows, or lower the number"),
+        (["max_context=10"], "and max_context is 10: raise it, leave out long rows, or lower the number"),
+        (["dtype.name=x"], "dtype.name=x: dtype = 'float32' is no table; set or leave out dtype itself"),
+        (["engine.dtype=x", "engine.dtype.name="], "engine.dtype.name=: engine.dtype = 'x' is no table"),
         (["patience=2"], "patience = 2 without eval_every: it counts evaluations during training"),
         (["eval_every=1"], "eval_every = 1 without rows for evaluation: set evaluation or held_out"),
         (["reward=builtins:abs"], "it is called with (row, answer), or (row, answer, messages)"),
@@ -143,7 +151,12 @@ def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixtur
         assert recorded == {"activation_checkpointing": "full", "grad_sync": "call"}
         assert run_reproduce([str(output), "1", "seed=5", "tolerance=1e-6"]) == 1
         assert capsys.readouterr().out.startswith("step 1: ")
-    settings = (output / "config.toml").read_text()
+        # Without evaluations, whose rows may have been passed, and without a profile.
+        settings, profile = (output / "config.toml").read_text(), output / "profile"
+        own = f'eval_every = 1\npatience = 1\nprofile = "{profile}"\n'
+        (output / "config.toml").write_text(own + settings)
+        assert run_reproduce([str(output), "1"]) == 0
+        assert not profile.exists()
     for old, new, message in (
         ("max_staleness = 0", "max_staleness = 1", "max_staleness = 1: which weights begin an answer depends on speed"),
         ("reward = ", "system = 'x' # ", "reward was passed to the run as an object"),
@@ -151,6 +164,17 @@ def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixtur
         (output / "config.toml").write_text(settings.replace(old, new).replace('system = ""', ""))
         assert run_reproduce([str(output)]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_reward_that_was_passed_to_a_distillation_is_not_compared(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"steps": 1, "groups": 2, "max_new_tokens": 4, "dtype": "float32", "output": file.parent / "distilled"}
+    with one_rank():
+        model, data = recipe_model(), str(file.parent / "rows.jsonl")
+        distill(model, data, model, lambda row, answer: 1.0, save_model=False, **settings).train()
+        assert run_reproduce([str(settings["output"])]) == 0
+    assert capsys.readouterr().out.endswith("the first 1 steps are the same to the bit\n")
 
 
 def command(*options: Any) -> list[str]:

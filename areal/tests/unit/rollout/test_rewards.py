@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,34 @@ def test_pool_of_processes_survives_one_that_ends() -> None:
     assert "ended with exit code 3" in str(ended)
     assert ok != os.getpid()
     pool.close()
+
+
+def test_process_that_could_not_be_started_is_started_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: SpawnProcess) -> None:
+        monkeypatch.undo()
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(SpawnProcess, "start", refuse)
+    pool = RewardPool(in_process, workers=1, processes=True)
+    refused, ok = together(pool, [0, 0])
+    assert isinstance(refused, BlockingIOError)
+    assert ok != os.getpid()
+    pool.close()
+
+
+def test_process_of_a_late_call_is_killed_once_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, started, start = threading.Event(), list[SpawnProcess](), SpawnProcess.start
+
+    def start_late(self: SpawnProcess) -> None:
+        assert late.wait(PROMPTLY)
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(SpawnProcess, "start", start_late)
+    (error,) = together(RewardPool(in_process, workers=1, processes=True, seconds=0.1), [0])
+    late.set()
+    assert str(error) == "the reward of the item 0 took longer than 0.1 s"
+    wait_until(lambda: bool(started) and started[0].exitcode == -signal.SIGKILL)
 
 
 async def coroutine_function(item: Any, answer: Completion) -> float:
