@@ -58,9 +58,17 @@ def _kind_of(value: Any) -> str:
 
 
 def _kinds(schema: Any) -> Kinds:
-    """Return the types that a JSON schema names: by ``type``, by its alternatives, or by the values that it lists."""
+    """Return the types that a JSON schema names: by ``type``, by its alternatives, or by the values that it lists.
+
+    ``nullable`` adds ``null``: transformers writes it for an optional parameter of a function.
+    """
     if not isinstance(schema, Mapping):
         return frozenset()
+    kinds = _named(schema)
+    return kinds | {"null"} if kinds and schema.get("nullable") else kinds
+
+
+def _named(schema: Mapping[str, Any]) -> Kinds:
     named = schema.get("type")
     if named is not None:
         return frozenset([named] if isinstance(named, str) else named)
