@@ -17,7 +17,7 @@ from peft.tuners.lora import Linear
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from areal.api.sections.lora import LoRAConfig
@@ -33,6 +33,7 @@ from areal.engine.lora.adapter_plan import (
 )
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.model.media import IMAGE_FAMILIES, model_factory
+from areal.engine.model.stacked_experts import stacked_weights
 from areal.engine.model.vision import VISION_LAYERS
 from areal.utils.dtensor import full_box
 
@@ -42,6 +43,15 @@ _NAME = "default"
 
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Model types for which peft refuses adapters of ``out_proj``: their fused kernels read its weight."""
+
+_CHANGED_MODEL = ("corda", "loftq", "lora_ga", "olora", "pissa")
+"""First part of ``init_lora_weights`` with which peft changes the weights of the base model. Files have factors of the changed weights."""
+
+_OTHER_FORWARD = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
+    *("trainable_token_indices", "use_bdlora", "use_qalora"),
+)
+"""Options of peft with which the forward of an adapter is not ``scale * B @ A @ x`` for every token."""
 
 
 def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
@@ -228,9 +238,7 @@ def _supported_linears(model: PreTrainedModel) -> list[str]:
 
 
 def _has_stacked_experts(model: PreTrainedModel) -> bool:
-    # Convolutions and mixers of recurrent layers have weights with three dimensions, too.
-    owners = (x for x in model.modules() if not (isinstance(x, nn.Conv1d) or hasattr(x, "A_log")))
-    return any(parameter.dim() == 3 for owner in owners for parameter in owner.parameters(recurse=False))
+    return any(stacked_weights(module) for module in model.modules())
 
 
 def _names_of_kinds(model: PreTrainedModel, kinds: Collection[str], where: str) -> list[str]:
@@ -262,6 +270,18 @@ def _plan_with_peft(bare: PreTrainedModel, config: LoraConfig, where: str) -> Ad
         raise ValueError(
             f"{where}: only low-rank factors of linear layers are trained; leave out DoRA, biases and further modules"
         )
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.startswith(_CHANGED_MODEL):
+        raise ValueError(
+            f"{where}: init_lora_weights = {start!r} trains factors of changed weights of the model; save the adapter with peft's "
+            "path_initial_model_for_weight_conversion, or merge it into the model"
+        )
+    for option in _OTHER_FORWARD:
+        # An older peft does not have all of them.
+        if getattr(config, option, None):
+            raise ValueError(
+                f"{where}: {option} = {getattr(config, option)!r}: an adapter adds scale * B @ A @ x for every token here; load one without it"
+            )
     # peft resolves the names: apply it to a model without values.
     with torch.device("meta"):
         try:

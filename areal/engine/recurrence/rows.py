@@ -5,6 +5,7 @@ The layer gets the stream as padded rows, and its result is a stream again. Ever
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -34,7 +35,33 @@ def run_in_rows(model: PreTrainedModel) -> ChunkSizes | None:
     for layer in found:
         if not hasattr(layer.forward, "in_rows"):
             layer.forward = _in_rows(layer.forward)
+    keep_weights(model)
+    _take_streams_of_any_length(model)
     return ChunkSizes(WHOLE_RUNS, 0) if found else None
+
+
+def keep_weights(model: PreTrainedModel) -> None:
+    """Let a decoder that divides its weights in place in evaluation mode (RWKV) leave them alone. Can be called again.
+
+    Outputs are the same: it would divide hidden states too, and normalise them last. ``config.rescale_every``, which is saved,
+    keeps its value.
+    """
+    for module in model.modules():
+        if hasattr(module, "_rescale_layers"):
+            module._rescale_layers = _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+def _take_streams_of_any_length(model: PreTrainedModel) -> None:
+    """Let a decoder that cuts long inputs in evaluation mode (xLSTM) take whole streams, whose sequences its layers need together."""
+    for module in model.modules():
+        # The configuration of the model itself is saved, and keeps its value.
+        if module is not model and hasattr(getattr(module, "config", None), "max_inference_chunksize"):
+            module.config = copy.copy(module.config)
+            module.config.max_inference_chunksize = sys.maxsize
 
 
 def check_whole_runs(recurrence: ChunkSizes, dims: ParallelDims, model_type: str) -> None:
@@ -57,8 +84,10 @@ def _in_rows(inner: Callable[..., Any]) -> Callable[..., Any]:
     @torch.compiler.disable
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         layout = running_layout()
-        if layout is None or layout.chunks is None:
+        if layout is None:
             return inner(self, *args, **options)
+        if layout.chunks is None:
+            raise ValueError(f"{type(self).__name__}: the layout of packed sequences was made for a model without it")
         chunks: RunChunks = layout.chunks
         stream = (1, len(chunks.places))
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,6 +19,7 @@ from areal.engine.lora.adapter_set import peft_format
 from areal.engine.model.tiny_config import shrink
 from areal.tests.dist.checkpoint.lora_engines import logprobs, mine_of, of, scores, train
 from areal.tests.grid.models import model_dir
+from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
 from areal.tests.harness.tiny import family_dir, layout, started
 from areal.utils.seeding import mixed
 
@@ -93,6 +95,38 @@ def test_kinds_that_share_names_are_told_apart() -> None:
     ]
     assert names("attention") == attention
     assert names("mlp") == ["bert.encoder.layer.0.intermediate.dense", "bert.encoder.layer.0.output.dense"]
+
+
+@pytest.mark.parametrize(("family", "expected"), [("recurrent_gemma", MLP), ("rwkv", {"key", "receptance", "value"})])
+def test_gates_with_three_dimensions_are_no_experts(family: str, expected: set[str]) -> None:
+    plans = [
+        peft_format().plan_adapter(RECURRENT_FAMILIES[family](), lora)
+        for lora in (LoRAConfig(rank=2, layer_kinds=("mlp",)), LoRAConfig(rank=2))
+    ]
+    of_kind, of_all = ({target.key.rpartition(".")[2] for target in plan.targets} for plan in plans)
+    assert of_kind == expected
+    assert expected <= of_all
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"init_lora_weights": start}, f"init_lora_weights = '{start}'.*changed weights of the model")
+            for start in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
+        ),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens = \[5, 6\].*every token"),
+        ({"arrow_config": {}}, "arrow_config = .*every token"),
+    ],
+)
+def test_adapters_of_another_forward_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """peft loads factors of a changed model, and factors for some tokens, under the names of plain ones."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]).to_dict()
+    config = {name: sorted(x) if isinstance(x, set) else x for name, x in config.items()} | options
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=f"adapter_config.json: {message}"):
+        peft_format().read_folder(tmp_path, shrink(AutoConfig.for_model("qwen3")), None)
 
 
 @pytest.mark.parametrize(
