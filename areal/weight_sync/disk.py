@@ -69,6 +69,8 @@ class DiskTransport(TensorTransport):
         ValueError: ``keep`` or ``file_bytes`` is below 1.
     """
 
+    commit_note = "receivers use version {version} if it is in the folder, and keep what they have otherwise"
+
     def __init__(
         self,
         control: Control,
@@ -123,8 +125,12 @@ class _DiskSender:
 
     def commit(self, meta: WeightUpdateMeta) -> None:
         about = {"version": meta.version, "update": meta.kind, "n_tensors": meta.n_tensors, "nbytes": meta.nbytes}
-        # One rename makes the version visible; afterwards it cannot be aborted.
-        publish(self._require_draft(), self._path, KIND, self._records, about)
+        # One rename makes the version visible; afterwards it cannot be aborted. An error before it leaves a draft with all weights.
+        try:
+            publish(self._require_draft(), self._path, KIND, self._records, about)
+        except BaseException as error:
+            self.abort(str(error))
+            raise
         self._draft = None
         logger.debug("%s: published", self._path)
         # Remove old versions only now, so that readers always find one.

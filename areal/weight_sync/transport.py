@@ -96,6 +96,8 @@ class Transport(ABC):
 
     unsent_note = "version {version} was not sent; receivers keep what they have"
     """Added to an error before the commit."""
+    commit_note = "version {version} was sent; it serves wherever it arrived"
+    """Added to an error of the commit."""
 
     def __init__(self, control: Control, sender: Sender | None, *, cast: torch.dtype | None = None) -> None:
         self._control, self._sender, self._cast = control, sender, cast
@@ -126,7 +128,7 @@ class Transport(ABC):
                 self._sender.commit(meta)
             return meta
 
-        note = f"version {version} was sent; it serves wherever it arrived"
+        note = self.commit_note.format(version=version)
         return next(meta for meta in self._control.attempt_and_gather(commit, note) if meta is not None)
 
     def _prepare(self, version: int, kind: UpdateKind, note: str) -> None:

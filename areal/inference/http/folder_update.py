@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 
 from areal.inference.http.server import Server
@@ -70,7 +71,7 @@ async def restore_server(
             wanted = desired()
             try:
                 version = await _catch_up(server, version, wanted, times)
-                # It may have been paused when it was lost.
+                # It was paused for the load, or when it was lost.
                 await server.end_pause(times.step)
             except (RuntimeError, ValueError) as error:
                 if isinstance(error, Unavailable) or desired() == wanted:
@@ -82,12 +83,28 @@ async def restore_server(
 
 
 async def _catch_up(server: Server, version: int | None, wanted: ServerWeights | None, times: UpdateTimes) -> int:
-    """Load the wanted weights on a server that has another version. Returns the version that it has then."""
+    """Load the wanted weights on a server that has another version, which is paused then. Returns the version that it has then."""
     if wanted is None:
         return await server.label_start() if version is None else version
     if wanted.version != version:
         if server.version is not None:
             # A load that breaks off leaves weights of no version.
             server.enter(Away(None, server.why))
-        await server.load(wanted, times.step, again=True)
+        try:
+            await _interrupt(server, times.step)
+            await server.load(wanted, times.step, again=True)
+        except (RuntimeError, ValueError) as error:
+            # The owner after this one may take it as a server that was just started. One that is gone is met again.
+            if not isinstance(error, Unavailable) or error.status is not None:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    await server.end_pause(times.drain)
+            raise
     return wanted.version
+
+
+async def _interrupt(server: Server, seconds: float) -> None:
+    """Pause a server, and discard requests that it got before its weights were known to be others: no token of theirs may count."""
+    deadline = time.monotonic() + seconds
+    routes = await server.known_routes(deadline)
+    await server.connection.insist(routes.pauses.interrupt, deadline)
+    await server.requests.discard()

@@ -228,7 +228,7 @@ class ServerConnection:
         self.url, self.headers = url.rstrip("/"), headers or {}
         self.backoff_until = 0.0
         self.away_since: float | None = None
-        self._faults = 0
+        self._backoff_seconds = _FIRST_BACKOFF  # after the next fault
         self._connections = HTTPConnections(self.url, self.headers)
 
     async def generate(
@@ -383,12 +383,11 @@ class ServerConnection:
         if status is None or status >= 500:
             self._back_off()
         elif status == 200:
-            self._faults = 0
+            self._backoff_seconds = _FIRST_BACKOFF
 
     def _back_off(self) -> None:
         """Send no new requests for a while. Randomised, so that several engines do not retry together."""
         if time.monotonic() < self.backoff_until:
             return  # one fault, seen by all requests that were running
-        self._faults += 1
-        seconds = min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** (self._faults - 1))
-        self.backoff_until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
+        self.backoff_until = time.monotonic() + self._backoff_seconds * random.uniform(0.5, 1.0)
+        self._backoff_seconds = min(_LONGEST_BACKOFF, 2 * self._backoff_seconds)

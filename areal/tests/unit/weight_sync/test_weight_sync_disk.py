@@ -1,5 +1,6 @@
 """Weight versions on disk: complete or absent, even if a writer is killed or files are removed or replaced."""
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal.api import NamedTensor
+from areal.engine.checkpoint import atomic_dir
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.tests.dist.checkpoint.stages import at_stages
 from areal.tests.grid.models import model_dir
@@ -74,6 +76,27 @@ def test_partial_updates_are_applied_after_newest_full_version(tmp_path: Path, c
     assert receiver.receive(0) == 3
     result = {name: float(value.unique()) for name, value in module.named_parameters()}
     assert result == {name: 2 if "q_proj" in name else 3 if "k_proj" in name else 1 for name in result}
+
+
+def test_failed_publication_leaves_no_draft(
+    tmp_path: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the manifest is written: all weights are there already."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module, folder = filled(0), tmp_path / "w"
+    transport, receiver = DiskTransport(control, folder), DiskReceiver(folder, module)
+    transport.send(ModuleSource(filled(1)), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_dir.json, "dump", full)
+        with pytest.raises(RuntimeError, match=r"No space left.*receivers use version 2 if it is in the folder"):
+            transport.send(ModuleSource(filled(2)), 2)
+    assert os.listdir(folder) == ["version-00000001"]
+    assert receiver.receive(0) == number(module) == 1
+    transport.send(ModuleSource(filled(3)), 3)
+    assert receiver.receive(0) == number(module) == 3
 
 
 @pytest.mark.parametrize("received_before", [False, True])

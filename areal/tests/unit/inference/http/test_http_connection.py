@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -127,6 +128,24 @@ def test_request_without_a_reply_ends_with_its_connection() -> None:
         assert (await connection.send(LABEL, 5.0)).weight_version == "areal/7"
 
     on(Raw(None, None, WITH_LENGTH), scenario)
+
+
+def test_backoff_doubles_up_to_its_maximum_however_many_faults_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    connection = ServerConnection("http://host")
+
+    def seconds_after_a_fault() -> float:
+        connection.backoff_until = 0.0  # as if that time had passed
+        connection.note(None)
+        return connection.backoff_until - now
+
+    seconds = [seconds_after_a_fault() for _ in range(2000)]  # a server that is away for hours
+    for i, each in enumerate(seconds[:6]):
+        assert 0.049 * 2**i < each < 0.101 * 2**i
+    assert all(2.49 < each < 5.01 for each in seconds[6:])
+    connection.note(200)
+    assert seconds_after_a_fault() < 0.101
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://user:key@host", "http://"])

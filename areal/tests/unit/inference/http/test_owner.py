@@ -15,6 +15,7 @@ from areal.tests.harness.servers.rollout_http import (
     Background,
     Process,
     assert_drawn_from,
+    assert_true_versions,
     replica,
     run,
     weights,
@@ -22,11 +23,13 @@ from areal.tests.harness.servers.rollout_http import (
 from areal.tests.unit.inference.http.conftest import Make
 from areal.tests.unit.inference.local.rollouts import endless
 
-TOKENS, COMPLETIONS, LOAD, LABEL = (
+TOKENS, COMPLETIONS, LOAD, LABEL, PAUSE, RESUME = (
     "/inference/v1/generate",
     "/v1/completions",
     "/collective_rpc",
     "/update_weight_version",
+    "/pause",
+    "/resume",
 )
 OLDER = [TOKENS]
 """What a server without ``--enable-scale-out`` lacks."""
@@ -101,7 +104,7 @@ def test_server_that_an_ended_owner_left_paused_is_resumed(make_vllm: Make, eith
     either.tell(label=f"areal/{socket.gethostname()}/{ended.pid}/12ab/7")
     either.post("/pause?mode=abort")
     rollout = make_vllm(either, version=7, deadline=5)
-    assert either.calls("/resume") == 1
+    assert either.calls(RESUME) == 1
     (answer,) = run(rollout.generate(PROMPT, endless(3)))
     assert answer.versions == (7,) * 3
 
@@ -166,6 +169,42 @@ def test_restart_between_two_requests_is_noticed(make_vllm: Make, either: Proces
     assert answer.versions == (5,) * 10
     assert_drawn_from(replica(1), answer)
     assert (rollout.counts["restarted"], rollout.counts["discarded"]) == (1, 1)
+
+
+@pytest.mark.parametrize("without", [[], OLDER], ids=["tokens", "completions"])
+def test_requests_on_a_restarted_server_are_interrupted_before_it_loads(
+    make_vllm: Make, vllm: Process, without: list[str]
+) -> None:
+    """The long one began with the weights of the start. Its tokens so far do not count, although it ends after the load."""
+    vllm.tell(without=without)
+    rollout = make_vllm(vllm)
+    rollout.update(weights(1), 1)
+    run(rollout.generate(PROMPT, endless(3)))
+    vllm.restart()
+    vllm.tell(without=without, step_seconds=0.05)
+    long = Background(rollout.generate(PROMPT, endless(60, seed=1)))
+    wait_until(lambda: vllm.calls(TOKENS) + vllm.calls(COMPLETIONS) == 1)
+    (short,) = run(rollout.generate(PROMPT, endless(3, seed=2)))
+    for answer in (short, *long.result()):
+        assert set(answer.versions) == {1}
+        assert_true_versions(answer)
+    assert [vllm.calls(route) for route in (PAUSE, LOAD, RESUME)] == [1, 1, 1]
+    assert (rollout.counts["restarted"], rollout.counts["discarded"]) == (1, 2)
+
+
+def test_restarted_server_that_refuses_the_weights_does_not_stay_paused(make_vllm: Make, vllm: Process) -> None:
+    """It has no label yet, so that the owner after this one could not know."""
+    rollout = make_vllm(vllm)
+    rollout.update(weights(1), 1)
+    vllm.restart()
+    vllm.can(LOAD, status=400, body="no memory")
+    with pytest.raises(RuntimeError, match=r"no server has known weights: .*no memory"):
+        run(rollout.generate(PROMPT, endless(3)))
+    assert [vllm.calls(route) for route in (PAUSE, LOAD, RESUME)] == [1, 1, 1]
+    rollout.update(weights(2), 2)
+    (answer,) = run(rollout.generate(PROMPT, endless(3)))
+    assert answer.versions == (2,) * 3
+    assert_drawn_from(replica(2), answer)
 
 
 def test_restart_before_the_first_update_brings_the_same_weights_back(make_vllm: Make, vllm: Process) -> None:
