@@ -75,6 +75,8 @@ def read_record(folder: Path, output: Path, changes: Mapping[str, Any] | None = 
         )
     quiet = {"output": str(output), "resume": False, "trackers": ["jsonl"], "wandb": {}, "mlflow": {}}
     quiet |= {"save_model": False, "checkpoint_every": 0, "keep_best": False, "max_losses": 0}
+    # It only trains. The rows for evaluation stay, as the others depend on them.
+    quiet |= {"eval_every": None, "patience": None, "profile": None}
     logged = {"logged_groups": 0} if "logged_groups" in settings else {}
     return RunStart(recipe, settings | quiet | logged, read_metrics(folder / METRICS))
 
@@ -97,9 +99,12 @@ def compare(recorded: RunStart, run: Run[RunConfig], steps: int, tolerance: floa
         if not run.speaks:
             return None
         again = read_metrics(run.config.output / METRICS)
+    # The record does not have a function that was passed, and distillation runs without one.
+    unnamed = recorded.recipe == "distill" and recorded.settings.get("reward") is None
+    names = [name for name in NUMBERS if not (unnamed and name == "rollout/reward")]
     lines, largest = [], 0.0
     for step, numbers in known.items():
-        for name in (name for name in NUMBERS if name in numbers):
+        for name in (name for name in names if name in numbers):
             was, now = numbers[name], again[step].get(name, math.nan)
             difference = abs(was - now) / max(1.0, abs(was))
             largest = max(largest, difference)

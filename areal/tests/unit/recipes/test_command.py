@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal.cli.run_recipe import read_settings, run_recipe, run_reproduce
-from areal.recipes import GRPOConfig
+from areal.recipes import GRPOConfig, distill
 from areal.recipes.reproduce import read_record
 from areal.tests.harness.processes import needs_own_world
 from areal.tests.harness.recipes.recipe_data import recipe_model, rows
@@ -144,7 +144,12 @@ def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixtur
         assert recorded == {"activation_checkpointing": "full", "grad_sync": "call"}
         assert run_reproduce([str(output), "1", "seed=5", "tolerance=1e-6"]) == 1
         assert capsys.readouterr().out.startswith("step 1: ")
-    settings = (output / "config.toml").read_text()
+        # Without evaluations, whose rows may have been passed, and without a profile.
+        settings, profile = (output / "config.toml").read_text(), output / "profile"
+        own = f'eval_every = 1\npatience = 1\nprofile = "{profile}"\n'
+        (output / "config.toml").write_text(own + settings)
+        assert run_reproduce([str(output), "1"]) == 0
+        assert not profile.exists()
     for old, new, message in (
         ("max_staleness = 0", "max_staleness = 1", "max_staleness = 1: which weights begin an answer depends on speed"),
         ("reward = ", "system = 'x' # ", "reward was passed to the run as an object"),
@@ -152,6 +157,18 @@ def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixtur
         (output / "config.toml").write_text(settings.replace(old, new).replace('system = ""', ""))
         assert run_reproduce([str(output)]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_reward_that_was_passed_to_a_distillation_is_not_compared(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = file.parent / "distilled"
+    settings: dict[str, Any] = {"steps": 1, "groups": 2, "max_new_tokens": 4, "dtype": "float32", "save_model": False}
+    with one_rank():
+        model, data = recipe_model(), str(file.parent / "rows.jsonl")
+        distill(model, data, model, lambda row, answer: 1.0, output=output, **settings).train()
+        assert run_reproduce([str(output)]) == 0
+    assert capsys.readouterr().out.endswith("the first 1 steps are the same to the bit\n")
 
 
 def command(*options: Any) -> list[str]:
