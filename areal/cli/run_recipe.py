@@ -119,11 +119,11 @@ def read_settings(options: Sequence[str]) -> dict[str, Any]:
     for option in sorted(options, key=lambda option: option in _FLAGS):
         if option in _FLAGS:
             settings |= _FLAGS[option]
+        elif option.endswith(".toml") and ("=" not in option or Path(option).is_file()):
+            settings = merged(settings, _read(Path(option)))
         elif "=" in option and not option.startswith("-"):
             key, _, text = option.partition("=")
             _set(settings, key.split("."), text)
-        elif option.endswith(".toml"):
-            settings = merged(settings, _read(Path(option)))
         elif option != "--dry-run":
             raise ValueError(f"{option!r}: expected a file CONFIG.toml, key=value, --dry-run, --resume or --ray")
     return settings
@@ -158,8 +158,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _set(settings: dict[str, Any], keys: Sequence[str], text: str) -> None:
     """Set a value, or remove it if the text is empty."""
-    for key in keys[:-1]:
-        settings = settings.setdefault(key, {})
+    for depth, key in enumerate(keys[:-1], 1):
+        if not text and key not in settings:
+            return
+        value = settings.setdefault(key, {})
+        if not isinstance(value, dict):
+            table = ".".join(keys[:depth])
+            raise ValueError(
+                f"{'.'.join(keys)}={text}: {table} = {value!r} is no table; set or leave out {table} itself"
+            )
+        settings = value
     if text:
         settings[keys[-1]] = toml_value(text)
     else:

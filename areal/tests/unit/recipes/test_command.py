@@ -57,6 +57,11 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
         "grad_sync": "call",
         "activation_checkpointing": "full",
     }
+    # An empty table turns an option on.
+    assert read_settings(["engine.fsdp.quantization.format="]) == {}
+    # A file as that of a run with this output.
+    (file.parent / "lr=1e-6.toml").write_text("steps = 7")
+    assert read_settings([str(file.parent / "lr=1e-6.toml")]) == {"steps": 7}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,8 @@ def test_settings_of_file_and_command_line(file: Path) -> None:
         (["servers=['a']", "start_server=vllm serve"], "both generate; leave one of them out"),
         (["max_new_tokens=999"], "and the model's context is 256: leave out long rows, or lower the number"),
         (["max_context=10"], "and max_context is 10: raise it, leave out long rows, or lower the number"),
+        (["dtype.name=x"], "dtype.name=x: dtype = 'float32' is no table; set or leave out dtype itself"),
+        (["engine.dtype=x", "engine.dtype.name="], "engine.dtype.name=: engine.dtype = 'x' is no table"),
         (["patience=2"], "patience = 2 without eval_every: it counts evaluations during training"),
         (["eval_every=1"], "eval_every = 1 without rows for evaluation: set evaluation or held_out"),
         (["reward=builtins:abs"], "it is called with (row, answer), or (row, answer, messages)"),
