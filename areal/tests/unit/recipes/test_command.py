@@ -169,11 +169,12 @@ def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixtur
 def test_reward_that_was_passed_to_a_distillation_is_not_compared(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"steps": 1, "groups": 2, "max_new_tokens": 4, "dtype": "float32", "output": file.parent / "distilled"}
+    output = file.parent / "distilled"
+    settings: dict[str, Any] = {"steps": 1, "groups": 2, "max_new_tokens": 4, "dtype": "float32", "save_model": False}
     with one_rank():
         model, data = recipe_model(), str(file.parent / "rows.jsonl")
-        distill(model, data, model, lambda row, answer: 1.0, save_model=False, **settings).train()
-        assert run_reproduce([str(settings["output"])]) == 0
+        distill(model, data, model, lambda row, answer: 1.0, output=output, **settings).train()
+        assert run_reproduce([str(output)]) == 0
     assert capsys.readouterr().out.endswith("the first 1 steps are the same to the bit\n")
 
 
