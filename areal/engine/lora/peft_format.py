@@ -43,6 +43,15 @@ _NAME = "default"
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Model types for which peft refuses adapters of ``out_proj``: their fused kernels read its weight."""
 
+_CHANGED_MODEL = ("corda", "loftq", "lora_ga", "olora", "pissa")
+"""First part of ``init_lora_weights`` with which peft changes the weights of the base model. Files have factors of the changed weights."""
+
+_OTHER_FORWARD = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
+    *("trainable_token_indices", "use_bdlora", "use_qalora"),
+)
+"""Options of peft with which the forward of an adapter is not ``scale * B @ A @ x`` for every token."""
+
 
 def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
     """Return the layers of a model that get an adapter.
@@ -262,6 +271,18 @@ def _plan_with_peft(bare: PreTrainedModel, config: LoraConfig, where: str) -> Ad
         raise ValueError(
             f"{where}: only low-rank factors of linear layers are trained; leave out DoRA, biases and further modules"
         )
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.startswith(_CHANGED_MODEL):
+        raise ValueError(
+            f"{where}: init_lora_weights = {start!r} trains factors of changed weights of the model; save the adapter with peft's "
+            "path_initial_model_for_weight_conversion, or merge it into the model"
+        )
+    for option in _OTHER_FORWARD:
+        # An older peft does not have all of them.
+        if getattr(config, option, None):
+            raise ValueError(
+                f"{where}: {option} = {getattr(config, option)!r}: an adapter adds scale * B @ A @ x for every token here; load one without it"
+            )
     # peft resolves the names: apply it to a model without values.
     with torch.device("meta"):
         try:

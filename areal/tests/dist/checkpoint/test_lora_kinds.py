@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -93,6 +94,27 @@ def test_kinds_that_share_names_are_told_apart() -> None:
     ]
     assert names("attention") == attention
     assert names("mlp") == ["bert.encoder.layer.0.intermediate.dense", "bert.encoder.layer.0.output.dense"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"init_lora_weights": start}, f"init_lora_weights = '{start}'.*changed weights of the model")
+            for start in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
+        ),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens = \[5, 6\].*every token"),
+        ({"arrow_config": {}}, "arrow_config = .*every token"),
+    ],
+)
+def test_adapters_of_another_forward_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """peft loads factors of a changed model, and factors for some tokens, under the names of plain ones."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]).to_dict()
+    config = {name: sorted(x) if isinstance(x, set) else x for name, x in config.items()} | options
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=f"adapter_config.json: {message}"):
+        peft_format().read_folder(tmp_path, shrink(AutoConfig.for_model("qwen3")), None)
 
 
 @pytest.mark.parametrize(
