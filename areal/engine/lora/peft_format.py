@@ -17,7 +17,7 @@ from peft.tuners.lora import Linear
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from areal.api.sections.lora import LoRAConfig
@@ -33,6 +33,7 @@ from areal.engine.lora.adapter_plan import (
 )
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.model.media import IMAGE_FAMILIES, model_factory
+from areal.engine.model.stacked_experts import stacked_weights
 from areal.engine.model.vision import VISION_LAYERS
 from areal.utils.dtensor import full_box
 
@@ -237,9 +238,7 @@ def _supported_linears(model: PreTrainedModel) -> list[str]:
 
 
 def _has_stacked_experts(model: PreTrainedModel) -> bool:
-    # Convolutions and mixers of recurrent layers have weights with three dimensions, too.
-    owners = (x for x in model.modules() if not (isinstance(x, nn.Conv1d) or hasattr(x, "A_log")))
-    return any(parameter.dim() == 3 for owner in owners for parameter in owner.parameters(recurse=False))
+    return any(stacked_weights(module) for module in model.modules())
 
 
 def _names_of_kinds(model: PreTrainedModel, kinds: Collection[str], where: str) -> list[str]:

@@ -32,6 +32,14 @@ def has_stacked_experts(module: nn.Module) -> bool:
     return all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
 
 
+def stacked_weights(module: nn.Module) -> list[str]:
+    """Return the names of the weights of experts that this module has itself, in any stacked form."""
+    # The kernel of a convolution has three dimensions and the name of experts' weights in some families.
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return []
+    return [key for key, weight in module.named_parameters(recurse=False) if weight.dim() == 3 and key in _STACKED]
+
+
 def check_convertible(name: str, module: nn.Module, setting: str) -> None:
     """Raise if a module has experts in a form whose products no conversion finds.
 
@@ -42,9 +50,7 @@ def check_convertible(name: str, module: nn.Module, setting: str) -> None:
     Raises:
         ValueError: names the module and the way out.
     """
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return
-    stacks = [key for key, weight in module.named_parameters(recurse=False) if weight.dim() == 3 and key in _STACKED]
+    stacks = stacked_weights(module)
     if not stacks:
         return
     if not has_stacked_experts(module):

@@ -19,6 +19,7 @@ from areal.engine.lora.adapter_set import peft_format
 from areal.engine.model.tiny_config import shrink
 from areal.tests.dist.checkpoint.lora_engines import logprobs, mine_of, of, scores, train
 from areal.tests.grid.models import model_dir
+from areal.tests.grid.recurrent_models import RECURRENT_FAMILIES
 from areal.tests.harness.tiny import family_dir, layout, started
 from areal.utils.seeding import mixed
 
@@ -94,6 +95,17 @@ def test_kinds_that_share_names_are_told_apart() -> None:
     ]
     assert names("attention") == attention
     assert names("mlp") == ["bert.encoder.layer.0.intermediate.dense", "bert.encoder.layer.0.output.dense"]
+
+
+@pytest.mark.parametrize(("family", "expected"), [("recurrent_gemma", MLP), ("rwkv", {"key", "receptance", "value"})])
+def test_gates_with_three_dimensions_are_no_experts(family: str, expected: set[str]) -> None:
+    plans = [
+        peft_format().plan_adapter(RECURRENT_FAMILIES[family](), lora)
+        for lora in (LoRAConfig(rank=2, layer_kinds=("mlp",)), LoRAConfig(rank=2))
+    ]
+    of_kind, of_all = ({target.key.rpartition(".")[2] for target in plan.targets} for plan in plans)
+    assert of_kind == expected
+    assert expected <= of_all
 
 
 @pytest.mark.parametrize(
