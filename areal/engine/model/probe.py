@@ -114,7 +114,8 @@ class _TinyCopy:
     """
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        torch.manual_seed(0)
+        # torch.manual_seed would also seed the generators of GPUs, which are not restored.
+        torch.default_generator.manual_seed(0)
         self._config, self._dtype = config, dtype
         self._model = self._build(config, "eager")
         # Biases start at 0 and norms at 1, which would hide a missing one.

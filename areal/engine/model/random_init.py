@@ -24,7 +24,8 @@ def draw(hf: PreTrainedModel, seed: int, receive: Callable[[dict[str, Tensor]], 
     """
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # torch.manual_seed would also seed the generators of GPUs, which are not restored.
+        torch.default_generator.manual_seed(seed)
         for block in _blocks(hf):
             receive({names[key]: full for key, full in _draw_block(hf, block).items()})
 

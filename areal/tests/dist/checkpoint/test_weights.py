@@ -8,13 +8,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from areal.api import FinetuneSpec
 from areal.engine.checkpoint import tensor_layout as naming
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.checkpoint.tensor_layout import disk_layout, stored_tensors
+from areal.engine.model.probe import probe
+from areal.engine.model.random_init import draw
+from areal.engine.model.tiny_config import shrink
 from areal.engine.registry import create_engine
 from areal.tests.dist.checkpoint.weight_files import DAMAGES, copied, edit, on_disk
 from areal.tests.grid.models import FAMILIES, model_dir
@@ -91,6 +94,19 @@ def test_random_weights_are_equal_on_every_layout(world_size: int) -> None:
         assert not same_bits({k: v for k, v in weights.items() if "value_head" not in k}, on_disk(path))
     with started(layout(world_size), path=path, init_from_scratch=True, value_head=True, seed=6) as engine:
         assert not torch.equal(weights_of(engine)["lm_head.weight"], weights["lm_head.weight"])
+
+
+def test_random_weights_and_probes_do_not_seed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has seeded their generators for each data-parallel rank, and nothing would restore them."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    config = shrink(AutoConfig.for_model("qwen3"))
+    model = AutoModelForCausalLM.from_config(config)
+    before = torch.get_rng_state()
+    draw(model, 5, lambda block: None)
+    assert probe(config, None).runs is None
+    assert seeds == []
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.world(2, 4)
