@@ -21,6 +21,7 @@ from areal.engine.attention.token_stream import TokenStream
 from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import ModelInputs, PackedCausalLM
 from areal.engine.model.tiny_config import VOCABULARY, tiny_configs
+from areal.engine.recurrence.rows import keep_weights
 
 LENGTHS = (9, 1, 14, 2)
 """Lengths of the sequences that the probe runs. The long ones exceed the reduced sliding window."""
@@ -197,9 +198,12 @@ class _TinyCopy:
     def _build(self, config: PretrainedConfig, implementation: str | None) -> PreTrainedModel:
         # A copy of the configuration, because building a model writes the attention implementation into it.
         # The grouped matrix product of experts does not support float64.
-        return AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation=implementation, experts_implementation="eager", dtype=self._dtype
         ).eval()
+        # Before the first forward, because copies get the weights that it leaves.
+        keep_weights(model)
+        return model
 
     def _with_gradient(self, logprobs: Tensor, model: PreTrainedModel) -> list[Tensor]:
         """Return log-probs, and the gradient of their weighted sum in all parameters."""

@@ -34,7 +34,23 @@ def run_in_rows(model: PreTrainedModel) -> ChunkSizes | None:
     for layer in found:
         if not hasattr(layer.forward, "in_rows"):
             layer.forward = _in_rows(layer.forward)
+    keep_weights(model)
     return ChunkSizes(WHOLE_RUNS, 0) if found else None
+
+
+def keep_weights(model: PreTrainedModel) -> None:
+    """Let a decoder that divides its weights in place in evaluation mode (RWKV) leave them alone. Can be called again.
+
+    Outputs are the same: it would divide hidden states too, and normalise them last. ``config.rescale_every``, which is saved,
+    keeps its value.
+    """
+    for module in model.modules():
+        if hasattr(module, "_rescale_layers"):
+            module._rescale_layers = _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def check_whole_runs(recurrence: ChunkSizes, dims: ParallelDims, model_type: str) -> None:

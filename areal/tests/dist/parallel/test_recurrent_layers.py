@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,26 @@ def test_tensor_parallel_ranks_compute_the_same(family: str, way: str) -> None:
 @pytest.mark.parametrize("family", sorted(RECURRENT_FAMILIES))
 def test_packed_sequences_are_those_of_transformers(family: str) -> None:
     check(family, "fsdp:d1")
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(("family", "changes"), [("rwkv", {"rescale_every": 1})])
+def test_decoders_in_evaluation_mode_get_whole_streams_and_keep_weights(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers divides weights of RWKV in place, and cuts the input of xLSTM after some tokens. Settings are saved as they were."""
+    path = family_dir(family, **changes)
+    batch = [{"input_ids": torch.arange(n) % 60 + 3} for n in (20, 1, 22)]
+    with started("fsdp:d1", path=path) as engine:
+        assert not engine._components.rows
+        alone = engine.forward_batch(batch, mb_spec=MicroBatchSpec(samples_per_mb=1))
+        together = engine.forward_batch(batch, mb_spec=MicroBatchSpec())
+        engine.save(SaveLoadMeta(tmp_path / "saved"))
+    torch.testing.assert_close(together, alone)
+    on_disk, saved = (load_file(Path(folder) / "model.safetensors") for folder in (path, tmp_path / "saved"))
+    assert same_bits(saved, on_disk)
+    settings = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert changes.items() <= settings.items()
 
 
 LORA = LoRAConfig(rank=3, alpha=5.0, target_modules=["in_proj", "in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj"])
