@@ -5,6 +5,7 @@ The layer gets the stream as padded rows, and its result is a stream again. Ever
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def run_in_rows(model: PreTrainedModel) -> ChunkSizes | None:
         if not hasattr(layer.forward, "in_rows"):
             layer.forward = _in_rows(layer.forward)
     keep_weights(model)
+    _take_streams_of_any_length(model)
     return ChunkSizes(WHOLE_RUNS, 0) if found else None
 
 
@@ -51,6 +53,15 @@ def keep_weights(model: PreTrainedModel) -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _take_streams_of_any_length(model: PreTrainedModel) -> None:
+    """Let a decoder that cuts long inputs in evaluation mode (xLSTM) take whole streams, whose sequences its layers need together."""
+    for module in model.modules():
+        # The configuration of the model itself is saved, and keeps its value.
+        if module is not model and hasattr(getattr(module, "config", None), "max_inference_chunksize"):
+            module.config = copy.copy(module.config)
+            module.config.max_inference_chunksize = sys.maxsize
 
 
 def check_whole_runs(recurrence: ChunkSizes, dims: ParallelDims, model_type: str) -> None:

@@ -138,7 +138,9 @@ def test_packed_sequences_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize(("family", "changes"), [("rwkv", {"rescale_every": 1})])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("rwkv", {"rescale_every": 1}), ("xlstm", {"max_inference_chunksize": 28})]
+)
 def test_decoders_in_evaluation_mode_get_whole_streams_and_keep_weights(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
