@@ -250,9 +250,12 @@ def context_parallel_of(
     """
     if dims.cp == 1:
         return ContextParallel(None, recurrence=recurrence)
-    # Ulysses splits the heads that tensor parallelism leaves on a rank: at least one key head.
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    # Without attention, recurrent layers check that their own heads or channels divide.
+    if heads is None:
+        return ContextParallel(ranks.get_group(), "ulysses" if requested == "auto" else requested, recurrence)
+    # Ulysses splits the heads that tensor parallelism leaves on a rank: at least one key head.
     kv_heads = max(1, (getattr(text, "num_key_value_heads", None) or heads) // dims.tp)
     heads //= dims.tp
     mode = choose_mode(requested, dims.cp, heads, kv_heads)

@@ -99,6 +99,12 @@ def test_layouts_compute_the_same(family: str, way: str) -> None:
     check(family, f"fsdp:{layout}", "family" if "shared" in way else "ragged", **WAYS[way])
 
 
+@pytest.mark.parametrize("way", [marked("c2-ulysses"), marked("c2-gather_kv")])
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_models_without_attention_are_split(family: str, way: str) -> None:
+    check(family, "fsdp:c2", **WAYS[way])
+
+
 @pytest.mark.parametrize("way", [marked(way) for way in ("d2", "p2", "d1-full", "p2-full", "d1-selective")])
 @pytest.mark.parametrize("family", ["minimax", "recurrent_gemma"])
 def test_layouts_of_layers_with_rows_compute_the_same(family: str, way: str) -> None:
