@@ -84,8 +84,10 @@ def _in_rows(inner: Callable[..., Any]) -> Callable[..., Any]:
     @torch.compiler.disable
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         layout = running_layout()
-        if layout is None or layout.chunks is None:
+        if layout is None:
             return inner(self, *args, **options)
+        if layout.chunks is None:
+            raise ValueError(f"{type(self).__name__}: the layout of packed sequences was made for a model without it")
         chunks: RunChunks = layout.chunks
         stream = (1, len(chunks.places))
 

@@ -18,7 +18,7 @@ from areal.engine.attention.context_parallel import AttentionLayout, ContextPara
 from areal.engine.attention.kernels import Segments, TakeRows
 from areal.engine.attention.token_stream import TokenStream
 from areal.engine.faults import map_outputs
-from areal.engine.recurrence.chunks import RunChunks
+from areal.engine.recurrence.chunks import ChunkSizes, RunChunks
 from areal.utils.host_copy import HostCopy, TensorMap
 
 Runs = tuple[tuple[str, int], ...]
@@ -187,6 +187,7 @@ class StreamLayout:
         shared: index tensors of shared prefixes; ``None`` without them.
         adapters: runs of this rank's tokens with one adapter; ``None`` for the selected adapter.
         chunks: chunks of the full stream for recurrent layers; ``None`` for a model without them.
+        recurrence: what recurrent layers need of the chunks.
     """
 
     split: tuple[str, int, int]
@@ -199,6 +200,7 @@ class StreamLayout:
     shared: SharedPrefixIndex | None
     adapters: AdapterRuns | None = None
     chunks: RunChunks | None = None
+    recurrence: ChunkSizes | None = None
 
     @classmethod
     def of(
@@ -256,6 +258,7 @@ class StreamLayout:
             shared=shared,
             adapters=runs,
             chunks=None if attention is None else attention.chunks,
+            recurrence=None if rows else cp.recurrence,
         )
 
     def map(self, fn: TensorMap) -> StreamLayout:
@@ -285,8 +288,8 @@ class StreamLayout:
 
 def layout_of(mb: MicroBatch, cp: ContextParallel, *, rows: bool) -> StreamLayout:
     """Return the layout that was made with the micro-batch, or a new one if that is missing or for another engine."""
-    made = mb.layout
-    if isinstance(made, StreamLayout) and made.split == (cp.mode, cp.size, cp.rank) and (made.rows is not None) == rows:
+    made, wanted = mb.layout, ((cp.mode, cp.size, cp.rank), rows, None if rows else cp.recurrence)
+    if isinstance(made, StreamLayout) and (made.split, made.rows is not None, made.recurrence) == wanted:
         return made
     of_mb = (mb.seqlens, mb.padded_length, mb.tree, mb.wanted, mb.adapters)
     made = StreamLayout.of(*of_mb, None if mb.images is None else mb.images.bidirectional, cp=cp, rows=rows)

@@ -12,10 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from areal.api import Batch, LoRAConfig, MicroBatchSpec, ParallelDims, SaveLoadMeta, TokenOutputs
+from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.attention.token_stream import TokenStream
 from areal.engine.lora.peft_format import plan_adapter
 from areal.engine.recurrence import functions
+from areal.engine.recurrence.rows import run_in_rows
 from areal.tests.grid.cases import CASES, samples
 from areal.tests.grid.compare import assert_rows, assert_tensors
 from areal.tests.grid.float64_mode import float64_everywhere
@@ -163,6 +167,30 @@ def test_decoders_in_evaluation_mode_get_whole_streams_and_keep_weights(
     assert same_bits(saved, on_disk)
     settings = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert changes.items() <= settings.items()
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("family", ["rwkv", "lfm2"])
+def test_micro_batches_of_another_model_get_layouts_of_this_one(family: str) -> None:
+    """Micro-batches of a dense model have no chunks: layers with rows would take the whole stream for one sequence."""
+    with started("fsdp:d1", path=family_dir("qwen3")) as dense:
+        mbs = dense.microbatches(samples(CASES["ragged"]))
+
+    def logprobs(engine: Any, mbs: Any) -> Tensor:
+        rows = engine.forward_backward_batch(mbs, lambda out, mb: (None, out.logprobs), forward_only=True)
+        return torch.cat(mbs.restore(rows))
+
+    with started("fsdp:d1", path=family_dir(family)) as engine:
+        expected = logprobs(engine, engine.microbatches(samples(CASES["ragged"])))
+        assert torch.equal(logprobs(engine, mbs), expected)
+
+
+def test_layers_with_rows_refuse_streams_without_chunks() -> None:
+    model = AutoModelForCausalLM.from_config(RECURRENT_FAMILIES["rwkv"]())
+    run_in_rows(model)
+    layout = ContextParallel(None).layout(TokenStream.of((3, 2), 5))
+    with functions.running(layout), pytest.raises(ValueError, match=r"RwkvBlock: the layout .* for a model without it"):
+        model(input_ids=torch.arange(5)[None])
 
 
 LORA = LoRAConfig(rank=3, alpha=5.0, target_modules=["in_proj", "in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj"])
