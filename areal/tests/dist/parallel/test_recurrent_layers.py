@@ -160,7 +160,7 @@ def test_decoders_in_evaluation_mode_get_whole_streams_and_keep_weights(
     with started("fsdp:d1", path=path) as engine:
         assert not engine._components.rows
         alone = engine.forward_batch(batch, mb_spec=MicroBatchSpec(samples_per_mb=1))
-        together = engine.forward_batch(batch)
+        together = engine.forward_batch(batch, mb_spec=MicroBatchSpec())
         engine.save(SaveLoadMeta(tmp_path / "saved"))
     torch.testing.assert_close(together, alone)
     on_disk, saved = (load_file(Path(folder) / "model.safetensors") for folder in (path, tmp_path / "saved"))
