@@ -46,6 +46,7 @@ def keep_weights(model: PreTrainedModel) -> None:
     Outputs are the same: it would divide hidden states too, and normalise them last. ``config.rescale_every``, which is saved,
     keeps its value.
     """
+    module: Any
     for module in model.modules():
         if hasattr(module, "_rescale_layers"):
             module._rescale_layers = _nothing
@@ -57,6 +58,7 @@ def _nothing() -> None:
 
 def _take_streams_of_any_length(model: PreTrainedModel) -> None:
     """Let a decoder that cuts long inputs in evaluation mode (xLSTM) take whole streams, whose sequences its layers need together."""
+    module: Any
     for module in model.modules():
         # The configuration of the model itself is saved, and keeps its value.
         if module is not model and hasattr(getattr(module, "config", None), "max_inference_chunksize"):
