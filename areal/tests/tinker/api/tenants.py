@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,22 @@ class Client:
 
     async def done(self, route: str, **body: Any) -> Any:
         """Submit a request and return its result."""
-        submitted = await self.post(route, **body)
-        result = await self.post("retrieve_future", request_id=submitted["request_id"])
+        result = await self._ended(route, body)
         assert "error" not in result, (route, result)
-        return result | {"request_id": submitted["request_id"]}
+        return result
 
     async def failed(self, route: str, **body: Any) -> dict[str, Any]:
         """Submit a request that fails. Returns its error."""
-        submitted = await self.post(route, **body)
-        result = await self.post("retrieve_future", request_id=submitted["request_id"])
+        result = await self._ended(route, body)
         assert "error" in result, (route, result)
         return result
+
+    async def _ended(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Submit a request, and ask for its end as often as the server says so."""
+        request_id = (await self.post(route, **body))["request_id"]
+        while (result := await self.post("retrieve_future", request_id=request_id)).get("type") == "try_again":
+            pass
+        return {**result, "request_id": request_id}
 
     async def model(self, session_id: str, number: int = 0) -> str:
         """Create a model in a session."""

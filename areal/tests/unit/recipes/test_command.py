@@ -5,14 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from areal.cli.run_recipe import read_settings, run_recipe, run_reproduce
-from areal.recipes import GRPOConfig, distill
-from areal.recipes.reproduce import read_record
+from areal.recipes import GRPOConfig
+from areal.recipes.reproduce import RunStart, compare, read_record
 from areal.tests.harness.processes import needs_own_world
 from areal.tests.harness.recipes.recipe_data import recipe_model, rows
 from areal.tests.harness.world import one_rank
@@ -166,16 +168,34 @@ def test_a_run_is_reproduced_to_the_bit(file: Path, capsys: pytest.CaptureFixtur
         assert message in capsys.readouterr().err
 
 
+class Repeated:
+    """A run that trains nothing, and has logged these numbers at its end."""
+
+    speaks = True
+
+    def __init__(self, output: Path, **numbers: float) -> None:
+        self.config, self.trainer, self._numbers = SimpleNamespace(output=output), self, numbers
+
+    def build(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def train(self, steps: int) -> None:
+        lines = (json.dumps({"step": step, **self._numbers}) for step in range(1, steps + 1))
+        (self.config.output / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reward", "differing"),
+    [("distill", None, []), ("distill", "my:reward", ["rollout/reward"]), ("grpo", None, ["rollout/reward"])],
+)
 def test_reward_that_was_passed_to_a_distillation_is_not_compared(
-    file: Path, capsys: pytest.CaptureFixture[str]
+    recipe: str, reward: str | None, differing: list[str], tmp_path: Path
 ) -> None:
-    output = file.parent / "distilled"
-    settings: dict[str, Any] = {"steps": 1, "groups": 2, "max_new_tokens": 4, "dtype": "float32", "save_model": False}
-    with one_rank():
-        model, data = recipe_model(), str(file.parent / "rows.jsonl")
-        distill(model, data, model, lambda row, answer: 1.0, output=output, **settings).train()
-        assert run_reproduce([str(output)]) == 0
-    assert capsys.readouterr().out.endswith("the first 1 steps are the same to the bit\n")
+    recorded = RunStart(recipe, {"reward": reward}, {1: {"actor/loss": 0.5, "rollout/reward": 0.4}})
+    run: Any = Repeated(tmp_path, **{"actor/loss": 0.5, "rollout/reward": 0.0})
+    found = compare(recorded, run, 1, 0.0)
+    assert found is not None
+    assert [line.split()[2] for line in found.lines] == differing
 
 
 def command(*options: Any) -> list[str]:
