@@ -168,7 +168,8 @@ def best_layouts(
     Their batches may differ, by the tokens that do not fill a sequence of a data-parallel rank.
 
     For each layout, activations are recomputed, or micro-batches are of one sequence, only if it does not fit otherwise. Pipelines are left out
-    if a shorter one with the same other degrees fits, and its step is shorter than the computation with the bubble of the longer one.
+    if a shorter one with the same other degrees fits without recomputation (or with what the settings say), and its step is shorter than the
+    computation with the bubble of the longer one.
 
     Raises:
         ValueError: the engine refuses each of the layouts; the first refusal.
