@@ -356,3 +356,12 @@ def snapshots_stay_open(right: Function) -> Function:
         pass
 
     return wrong
+
+
+@mutant(
+    "areal.dispatch.rank_calls:TensorStream.part",
+    "dist/dispatch/test_group_streams.py::test_parts_of_a_stream_are_below_the_limit_of_results[w1]",
+)
+def stream_in_one_part(right: Function) -> Function:
+    """All tensors of a stream are in one reply."""
+    return lambda self, nbytes: right(self, 2**62)

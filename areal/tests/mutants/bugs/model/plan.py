@@ -41,3 +41,12 @@ def one_moment(right: Function) -> Function:
 def stages_with_extra_layers_are_left_out(right: Function) -> Function:
     """The first, the middle and the last stage are traced, and none with more layers."""
     return lambda config: sorted({0, config.dims.pp // 2, config.dims.pp - 1})
+
+
+@mutant(
+    "areal.plan.uniform_layers:UniformLayers._grad_sync",
+    "unit/plan/test_layout_search.py::test_few_layers_reduce_gradients_as_all_do",
+)
+def few_layers_choose_when_gradients_are_reduced(right: Function) -> Function:
+    """Of the models with one and two layers, each chooses by its own size when gradients are reduced."""
+    return lambda self, request: request.config.grad_sync

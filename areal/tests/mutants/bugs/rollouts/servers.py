@@ -209,3 +209,16 @@ def sampled_token_counts_as_most_likely(right: Function) -> Function:
         return replace(call, body=call.body.model_copy(update={"sampling_params": fewer}))
 
     return wrong
+
+
+@mutant(
+    "areal.inference.http.folder_update:_interrupt",
+    OWNER.format("requests_on_a_restarted_server_are_interrupted_before_it_loads[completions]"),
+)
+def restarted_server_loads_under_its_requests(right: Function) -> Function:
+    """A server that was started anew loads weights while its requests go on."""
+
+    async def wrong(server: object, seconds: float) -> None:
+        pass
+
+    return lambda server, seconds: wrong(server, seconds)

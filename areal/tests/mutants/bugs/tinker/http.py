@@ -95,3 +95,12 @@ def position_without_a_distribution_is_nan(right: Function) -> Function:
         return message
 
     return wrong
+
+
+@mutant(
+    "areal.tinker.api.codec:forward_backward_from_protobuf",
+    ROUTES + "test_a_message_to_forward_adds_no_gradient[forward-Forward]",
+)
+def gradient_of_a_message_to_forward(right: Function) -> Function:
+    """A message to the route of a forward pass adds its gradient."""
+    return lambda body, kind: right(body)
