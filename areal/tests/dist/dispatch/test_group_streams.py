@@ -94,7 +94,8 @@ def leave_a_stream_in_a_cycle(group: WorkerGroup) -> None:
     executor: Any = group._executor
 
     def fail() -> None:
-        for _ in group.named_tensors():
+        stream = group.named_tensors()  # which the frame holds
+        for _ in stream:
             raise ConnectionError("the server is away")
 
     gc.disable()
