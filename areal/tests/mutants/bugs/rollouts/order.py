@@ -85,7 +85,7 @@ def groups_that_wait_are_taken_over_at_any_place(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.order.shares:counts_of_complete",
-    RANKS.format("test_trainer_hardly_waits_for_any_rank[16-cancelled]"),
+    RANKS.format("test_trainer_hardly_waits_for_any_rank[16-10-cancelled]"),
     RANKS.format("test_slow_rank_gives_fewer_groups"),
 )
 def batches_of_equal_numbers(right: Function) -> Function:
