@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from areal.api import FinetuneSpec, TrainEngineConfig
+from areal.api import TrainEngineConfig
 from areal.api.config import torch_dtype
 from areal.engine.model.hub import read_config
 from areal.engine.model.media import model_factory
 from areal.plan.engines.fsdp import PlannedEngine
-from areal.plan.planned_world import planned_world
+from areal.plan.engines.planned_step import planned_engine
 
 
 def parameter_shapes(path: str) -> list[torch.Size]:
@@ -51,8 +51,5 @@ def _first_rank_bytes(config: TrainEngineConfig) -> int:
     """Return the bytes of parameters, gradients and optimizer state of the first rank of an FSDP engine."""
     # None of these changes the state, and a plan refuses all.
     fsdp = config.fsdp.model_copy(update={"compile": False, "layer_kernels": "torch", "cpu_offload": False})
-    with planned_world(0, config.dims.world_size):
-        engine = PlannedEngine(config.model_copy(update={"fsdp": fsdp}), memory=1 << 36)
-        engine.initialize(FinetuneSpec(total_train_steps=1))
-        with engine:
-            return engine.parameter_bytes() + engine.gradient_bytes() + engine.optimizer_bytes()
+    with planned_engine(PlannedEngine, config.model_copy(update={"fsdp": fsdp}), memory=1 << 36, rank=0) as engine:
+        return engine.parameter_bytes() + engine.gradient_bytes() + engine.optimizer_bytes()

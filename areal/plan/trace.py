@@ -10,10 +10,9 @@ from typing import NamedTuple, cast
 
 import torch
 
-from areal.api import FinetuneSpec, TrainEngineConfig
-from areal.plan.engines.planned_step import PlannedStep
+from areal.api import TrainEngineConfig
+from areal.plan.engines.planned_step import PlannedStep, planned_engine
 from areal.plan.hardware import Hardware
-from areal.plan.planned_world import planned_world
 from areal.plan.step_recorder import Collective, CollectiveCalls, StepRecorder
 from areal.utils import platform
 
@@ -98,30 +97,26 @@ def trace_step(config: TrainEngineConfig, workload: Workload, rank: int, hardwar
     Raises:
         ValueError: the engine refuses the layout, or the plan an option.
     """
-    with planned_world(rank, config.dims.world_size):
-        engine = _planned_engine(config, memory)
-        engine.initialize(FinetuneSpec(total_train_steps=1))
-        with engine:
-            mbs = engine.microbatches(workload.batch())
-            with StepRecorder(simulate=True, experts_per_token=engine.experts_per_token):
-                engine.warm_up(mbs)
-            recorder = StepRecorder(
-                simulate=True,
-                seconds=hardware.operation_seconds,
-                vocab_rows=engine.head_rows,
-                experts_per_token=engine.experts_per_token,
-            )
-            engine.watch(recorder)
-            with recorder:
-                engine.run_step(mbs)
-            held, updated = engine.held_bytes(), engine.update_bytes()
-            update = hardware.operation_seconds(0.0, updated) if updated else 0.0
-            n_mbs = len(mbs)
-        peak: Counter[str] = Counter(held)
-        peak.update({kind: nbytes for kind, nbytes in recorder.peak.items() if kind})
-        for kind in ("activations", "logits", "communication"):
-            peak.setdefault(kind, 0)
-        return Trace(dict(peak), recorder.collectives, recorder.flops, recorder.seconds + update, n_mbs)
+    with planned_engine(_make_engine, config, memory, rank) as engine:
+        mbs = engine.microbatches(workload.batch())
+        with StepRecorder(simulate=True, experts_per_token=engine.experts_per_token):
+            engine.warm_up(mbs)
+        recorder = StepRecorder(
+            simulate=True,
+            seconds=hardware.operation_seconds,
+            vocab_rows=engine.head_rows,
+            experts_per_token=engine.experts_per_token,
+        )
+        engine.watch(recorder)
+        with recorder:
+            engine.run_step(mbs)
+        held, updated = engine.held_bytes(), engine.update_bytes()
+    update = hardware.operation_seconds(0.0, updated) if updated else 0.0
+    peak: Counter[str] = Counter(held)
+    peak.update({kind: nbytes for kind, nbytes in recorder.peak.items() if kind})
+    for kind in ("activations", "logits", "communication"):
+        peak.setdefault(kind, 0)
+    return Trace(dict(peak), recorder.collectives, recorder.flops, recorder.seconds + update, len(mbs))
 
 
 def check_engine(backend: str) -> None:
@@ -145,7 +140,7 @@ def check_engine(backend: str) -> None:
         )
 
 
-def _planned_engine(config: TrainEngineConfig, memory: int) -> PlannedStep:
+def _make_engine(config: TrainEngineConfig, memory: int) -> PlannedStep:
     """Return an engine on the meta device.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal.api import FinetuneSpec, TrainEngineConfig
+from areal.api import TrainEngineConfig
 from areal.engine.fsdp.gradients import GradientSync, depends_on_size
 from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
 from areal.engine.model.heads import decoder_of
@@ -17,7 +17,7 @@ from areal.engine.model.hub import read_config
 from areal.engine.model.media import IMAGE_FAMILIES
 from areal.engine.torch.pipeline_split import even_counts
 from areal.plan.engines.fsdp import PlannedEngine
-from areal.plan.planned_world import planned_world
+from areal.plan.engines.planned_step import planned_engine
 from areal.plan.trace import Trace, TraceRequest, trace_step
 
 
@@ -97,11 +97,8 @@ class UniformLayers:
     def _trained_elements(self, request: TraceRequest, number: int) -> tuple[int, int]:
         """Return :func:`areal.engine.fsdp.gradients.trained_elements` of a rank, whose model has ``number`` layers."""
         config = request.config.model_copy(update={"path": self._with_layers(number)})
-        with planned_world(request.rank, config.dims.world_size):
-            engine = PlannedEngine(config, request.memory)
-            engine.initialize(FinetuneSpec(total_train_steps=1))
-            with engine:
-                return engine.trained_elements()
+        with planned_engine(PlannedEngine, config, request.memory, request.rank) as engine:
+            return engine.trained_elements()
 
     def _with_layers(self, number: int) -> str:
         """Return a directory with the configuration of the model, with another number of layers."""

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from areal.api import TrainEngine
 from areal.chat.answer import Message
 from areal.chat.pictures import pictures_of
-from areal.engine.model.hub import max_positions, read_config
 from areal.inference import RolloutClient
 from areal.recipes.answer_reward import UserReward, answer_reward
 from areal.recipes.data.formats import prompt_messages
@@ -23,6 +22,7 @@ from areal.recipes.data.rows import DataRows
 from areal.recipes.data.text import Text
 from areal.recipes.evaluation import PolicyEvaluation, reward_scalars
 from areal.recipes.functions import load_function
+from areal.recipes.generation.context import model_context, needed_context
 from areal.recipes.generation.rollouts import check_pictures, make_rollout, sync_of
 from areal.recipes.group_rewards import has_contrast, shuffled
 from areal.recipes.policy_config import DistillConfig, GRPOConfig, PolicyConfig, PPOConfig
@@ -141,6 +141,11 @@ class PolicyRun(Run[C], Generic[C]):
                 f"overlong_tokens = {config.overlong_tokens} with {'tools' if self._tools else 'an episode'}: the penalty is of one answer; "
                 "leave it out, and let the reward judge the length"
             )
+        if self._estimator is not None and self._shape() is not None:
+            name = "overlong_tokens" if config.overlong_tokens is not None else "shuffle_rewards"
+            raise ValueError(
+                f"{name} = {getattr(config, name)} with an estimator: it shapes the rewards itself; leave {name} out"
+            )
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
         self.chat = renderer(config, self.tokenizer, self._tools)
         rows = chain(self.rows, self.held_out or ())
@@ -211,33 +216,19 @@ class PolicyRun(Run[C], Generic[C]):
         """Return the text of an answer."""
         return self.chat.parse(tokens).content
 
-    def _needed_context(self) -> int:
-        """Return the maximum number of tokens of a prompt with its answers.
+    def _needed_context(self) -> int | None:
+        """Return the maximum number of tokens of a prompt with its answers; ``None`` if only the episodes know it.
 
         Raises:
             ValueError: ``max_context`` or the model's context is too short.
         """
-        config, known = self.config, max_positions(read_config(self.config.model))
-        context = known or 10**9
-        if (config.max_context or 0) > context:
-            raise ValueError(f"max_context = {config.max_context}: the model's context is {context}; lower the number")
+        config = self.config
         if self._episode is not None:
-            return config.max_context or known or 0
+            model_context(config)
+            return config.max_context
         # An episode of the evaluation may shorten its prompts.
         held_out = () if config.max_context and self._eval_episode is not None else self.held_out or ()
-        prompt = max(len(prompt_tokens(self.prompt(row))) for row in chain(self.rows, held_out))
-        limit = config.max_context or context
-        why = f"max_context is {limit}: raise it," if config.max_context else f"the model's context is {context}:"
-        most = config.max_episode_tokens or 10**9
-        answer, name = min((config.max_new_tokens, "max_new_tokens"), (most, "max_episode_tokens"))
-        if (needed := prompt + answer) > limit:
-            raise ValueError(
-                f"the longest prompt has {prompt} tokens, with {name} = {answer} that is {needed}, and {why} leave out long rows, "
-                "or lower the number"
-            )
-        # Results of tools need room as well: as much as the answers.
-        with_results = prompt + 2 * min(config.max_turns * config.max_new_tokens, most)
-        return config.max_context or min(with_results if self._tools else needed, context)
+        return needed_context(config, map(self.prompt, chain(self.rows, held_out)), tools=bool(self._tools))
 
     def _make_episode(self, temperature: float) -> Episode:
         config = self.config

@@ -198,6 +198,7 @@ class _SaveJob:
             try:
                 target()
             except BaseException as error:
+                self._errors[name] = error  # whether or not the disk can be asked
                 self._errors[name] = _explained(error, self.draft)
 
         return threading.Thread(target=run, name=f"checkpoint-{name}", daemon=True)

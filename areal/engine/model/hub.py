@@ -34,6 +34,13 @@ MODEL_FILES = (
 
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
+_WINDOW_OF_ALL_LAYERS = frozenset({"mistral", "qwen3_moe"})
+_WINDOW_BY_KIND = frozenset({"qwen2", "qwen3"})
+"""Families whose layers have the window, all of them or those that ``layer_types`` names. Others ignore both fields."""
+
+Windows = tuple[int | None, ...]
+"""For each layer of a model, the number of keys that a token attends to, its own included, or ``None`` for all."""
+
 
 def model_folder(path: str | Path) -> Path:
     """Return the directory of a model: ``path`` itself, or the local download of the hub model of that name.
@@ -82,6 +89,27 @@ def check_rope(config: PretrainedConfig) -> None:
                 f"rope_type = {rope!r}: its frequencies depend on the longest sequence beside a token, so that the "
                 "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
             )
+
+
+def layer_windows(config: PretrainedConfig) -> Windows:
+    """Return the sliding window of each layer of a model whose layers are not transformers' own, as transformers reads it.
+
+    A configuration may have fields that its family ignores.
+
+    Raises:
+        ValueError: a layer is neither of the two kinds that the families have.
+    """
+    window, number = getattr(config, "sliding_window", None) or None, config.num_hidden_layers
+    if config.model_type in _WINDOW_OF_ALL_LAYERS:
+        return (window,) * number
+    if config.model_type not in _WINDOW_BY_KIND:
+        return (None,) * number
+    unknown = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"layer_types has {unknown[0]!r} in config.json: {config.model_type} has full_attention and sliding_attention"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def copy_model_files(source: str, draft: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,7 +96,7 @@ class PromptImages:
 
 
 class ImageReader:
-    """Checks the images of prompts. Equal images of prompts in progress are encoded once.
+    """Checks the images of prompts. Equal images of prompts in progress are encoded once. Threads may share a reader.
 
     Args:
         model: model that generates.
@@ -105,6 +106,7 @@ class ImageReader:
         self._config = model.config
         self._token = getattr(model.config, "image_token_id", None)
         self._known: weakref.WeakValueDictionary[bytes, EncodedImages] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()  # of the dictionary, whose loops and insertions are Python code
 
     def read(self, prompt: Prompt) -> PromptImages | None:
         """Return the images of a prompt; ``None`` without any.
@@ -122,12 +124,15 @@ class ImageReader:
         words = np.frombuffer(b"".join(digests), np.uint32).astype(np.int64).reshape(len(digests), -1) % _WORD
         of_tokens = [np.resize(words[k], image.n_tokens) for k, image in enumerate(found.distinct)]
         made = EncodedImages(found.of_samples([0]))
-        encoded = self._known.setdefault(b"".join(digests), made)
+        with self._lock:
+            encoded = self._known.setdefault(b"".join(digests), made)
         return PromptImages(encoded, rows, positions, np.concatenate(of_tokens)[rows[rows >= 0].numpy()])
 
     def forget(self) -> None:
         """Drop all features, because other weights compute others."""
-        for each in list(self._known.values()):
+        with self._lock:
+            known = list(self._known.values())
+        for each in known:
             each.forget()
 
     def _rules(self) -> ImageRules:

@@ -216,12 +216,12 @@ class LocalRollout:
             with self._updating, self._paused():
                 try:
                     load_named(self.model, counted(), complete=complete)
+                    # Under the pause: no token may see the new weights with the old version or old shared prefixes.
+                    self._forget_prefixes()
                 except BaseException as error:
                     if copied:
                         self._break(f"an update to version {version} ended half-way ({error})")
                     raise
-                # Under the pause: no token may see the new weights with the old version or old shared prefixes.
-                self._forget_prefixes()
                 self._sampler.version = version
                 self._broken = None
         finally:

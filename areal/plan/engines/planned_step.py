@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents, call_gradients
 from areal.engine.faults import Faults
 from areal.engine.lora.adapter import Adapter
+from areal.plan.planned_world import planned_world
 from areal.plan.step_recorder import StepRecorder
 
 
@@ -103,6 +106,32 @@ class PlannedStep(BaseTrainEngine):
         else:
             self._reduced_components()
             self.zero_grad()
+
+
+PlannedT = TypeVar("PlannedT", bound=PlannedStep)
+
+
+@contextlib.contextmanager
+def planned_engine(
+    make: Callable[[TrainEngineConfig, int], PlannedT], config: TrainEngineConfig, memory: int, rank: int
+) -> Iterator[PlannedT]:
+    """Context with an initialized engine on the meta device, as a rank of its layout.
+
+    Args:
+        make: class of the engine.
+        config: configuration of the engine.
+        memory: bytes of a rank's device.
+        rank: the rank.
+
+    Raises:
+        ValueError: the engine refuses the layout, or the plan an option.
+        RuntimeError: the process is a rank of another world.
+    """
+    with planned_world(rank, config.dims.world_size):
+        engine = make(config, memory)
+        engine.initialize(FinetuneSpec(total_train_steps=1))
+        with engine:
+            yield engine
 
 
 def without_update(optimizer: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,6 +14,7 @@ from areal.engine.model.heads import decoder_layers
 from areal.engine.model.hub import experts_per_layer, read_config
 from areal.engine.model.media import image_rules, model_factory
 from areal.engine.torch.quantization.layers import round_layers
+from areal.recipes.generation.context import sizes_of_replica
 from areal.recipes.generation.started_server import StartedServer
 from areal.recipes.policy_config import PolicyConfig
 from areal.trainer.ppo import Sync
@@ -26,13 +26,13 @@ _SIZES = {"max_requests": 64, "page_size": 16}
 _DIALECTS = {"vllm": "VLLM", "sglang": "SGLang"}
 
 
-def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, closing: ExitStack) -> Any:
+def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int | None, closing: ExitStack) -> Any:
     """Return a rollout engine as the settings say. Collective.
 
     Args:
         config: settings of the run.
         engine: the policy, initialized.
-        max_context: maximum number of tokens of a prompt with its answers, for a replica.
+        max_context: maximum number of tokens of a prompt with its answers, for a replica; ``None`` if only the episodes know it.
         closing: closes the rollout, and ends a server that was started.
 
     Raises:
@@ -50,8 +50,10 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int, cl
     model: Any = factory.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
     _round_as_the_trainer(model, engine)
     invariant = {"batch_invariant": engine.config.fsdp.batch_invariant}
-    options = {"max_context": max_context, **_SIZES, **invariant, **config.rollout}
-    options.setdefault("cache_tokens", cache_tokens(config, engine.dp_size, options))
+    sizes = _SIZES | {name: value for name, value in config.rollout.items() if name in _SIZES}
+    max_context = config.rollout.get("max_context", max_context)
+    sizes |= sizes_of_replica(config, engine.dp_size, max_context, sizes)
+    options = {**sizes, **invariant, **config.rollout}
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
 
 
@@ -92,22 +94,6 @@ def check_pictures(config: PolicyConfig) -> None:
             f"a prompt has a picture, and model = {config.model!r} computes images in both directions, which a replica cannot, and servers "
             "get no such images: leave such rows out, or choose a Qwen model with images"
         )
-
-
-def cache_tokens(config: PolicyConfig, ranks: int, sizes: Mapping[str, Any]) -> int:
-    """Return the capacity of a replica's cache of keys and values: for the answers of a rank that a run generates at once.
-
-    More answers, as in an evaluation, share it: some are paused if it is full. By default the replica has room for as many answers of full
-    length as it may generate at once, which on a CPU can take more memory than training.
-
-    Args:
-        config: settings of the run.
-        ranks: number of ranks that generate.
-        sizes: ``max_context``, ``max_requests`` and ``page_size`` of the replica.
-    """
-    at_once = -(-config.groups // ranks) * config.group_size * (1 + config.max_staleness)
-    page = sizes["page_size"]
-    return -(-sizes["max_context"] // page) * page * min(at_once, sizes["max_requests"])
 
 
 def _start_server(config: PolicyConfig, engine: TrainEngine, closing: ExitStack) -> str:

@@ -72,7 +72,8 @@ class SampleLog:
         begin = trained.index(True) if True in trained else len(ids)
         error = (sample["old_logprobs"].cpu() - sample["rollout_logprobs"].cpu()).double()
         mask = sample["loss_mask"] != 0
-        versions = [int(version) for version in sample["versions"][mask].tolist()]
+        # Episodes of a user may leave them out.
+        versions = [int(version) for version in sample["versions"][mask].tolist()] if "versions" in sample else []
         return {
             "step": step,
             "group": int(sample["group_ids"]),

@@ -20,12 +20,16 @@ class PassBytes:
     def __init__(self) -> None:
         self._measured: list[tuple[int, int]] = []  # tokens and bytes of at most two passes, the larger one last
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest measured pass. 0 without one."""
+        return self._measured[-1][0] if self._measured else 0
+
     def due(self, tokens: int) -> bool:
         """Return whether a pass of so many tokens should be measured."""
         if not self._measured:
             return True
-        largest = self._measured[-1][0]
-        return tokens > _APART * largest or (len(self._measured) == 1 and tokens * _APART < largest)
+        return tokens > _APART * self.largest or (len(self._measured) == 1 and tokens * _APART < self.largest)
 
     def add(self, tokens: int, nbytes: int) -> None:
         """Add a pass that was measured."""

@@ -16,14 +16,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.engine.batch_rules import Experts
 from areal.engine.model.classifier import VALUE_BIAS, VALUE_WEIGHT, value_bias
-from areal.engine.model.hub import check_rope
+from areal.engine.model.hub import check_rope, layer_windows
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that the engine computes."""
-
-_WINDOW_OF_ALL_LAYERS = frozenset({"mistral", "qwen3_moe"})
-_WINDOW_BY_KIND = frozenset({"qwen2", "qwen3"})
-"""Families whose layers have the window, all of them or those that ``layer_types`` names. Others ignore both fields."""
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LAYER = "model.layers.*."
@@ -100,7 +96,7 @@ class Architecture:
             n_kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             eps=config.rms_norm_eps,
-            windows=_windows(config),
+            windows=tuple(window or UNLIMITED for window in layer_windows(config)),
             inv_freq=tuple(rotary.inv_freq.double().tolist()),
             rope_scale=float(rotary.attention_scaling),
             pad_token_id=decoder.embed_tokens.padding_idx,
@@ -193,17 +189,6 @@ def parameters_of(hf: PreTrainedModel, *, value_head: bool) -> dict[str, Paramet
 def stacked_name(name: str) -> str:
     """Return the name of the array that has a parameter of transformers, or one of its rows."""
     return re.sub(r"^model\.layers\.\d+\.", LAYER, name)
-
-
-def _windows(config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the window of each layer. Extra fields of a configuration that its family ignores have no effect."""
-    n_layers, family = config.num_hidden_layers, config.model_type
-    if family not in _WINDOW_OF_ALL_LAYERS | _WINDOW_BY_KIND:
-        return (UNLIMITED,) * n_layers
-    window = int(config.sliding_window or UNLIMITED)
-    if family in _WINDOW_OF_ALL_LAYERS:
-        return (window,) * n_layers
-    return tuple(window if kind == "sliding_attention" else UNLIMITED for kind in config.layer_types)
 
 
 def _experts(config: PretrainedConfig) -> ExpertSizes | None:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
 from areal.engine.megatron.model.float8 import check_float8, float8_fields
-from areal.engine.megatron.model.layer_spec import Windows, has_transformer_engine
+from areal.engine.megatron.model.layer_spec import has_transformer_engine
 from areal.engine.megatron.model.rotary import RotaryAngles
 from areal.engine.model.hub import experts_per_layer
 from areal.utils import platform
@@ -133,21 +133,6 @@ def _check_stages(layers: int, dims: ParallelDims, config: TrainEngineConfig) ->
             f"megatron.first_stage_layers = {first} and last_stage_layers = {last}: set these so that the rest divides, or "
             "choose a smaller p or v"
         )
-
-
-def windows(hf: PretrainedConfig) -> Windows:
-    """Return the sliding window of each layer."""
-    types = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
-    window = getattr(hf, "sliding_window", None)
-    # Older configurations have one window for all layers.
-    if getattr(hf, "layer_types", None) is None and window is not None:
-        types = ["sliding_attention"] * hf.num_hidden_layers
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(
-            f"layer_types has {unknown[0]!r} in config.json, which the Megatron engine has not; use 'fsdp:'"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineConfig) -> TransformerConfig:

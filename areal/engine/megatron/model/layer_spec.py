@@ -32,14 +32,12 @@ from torch import Tensor, nn
 from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.attention.kernels import AttentionOptions
 from areal.engine.megatron.router import RoutedLayer, RoutedTopK
+from areal.engine.model.hub import Windows
 from areal.engine.moe.routing import Routing
 from areal.engine.stream.layout import AdapterRuns
 
 # Without Transformer Engine, multi_latent_attention mistakes placeholder classes for the real ones: set the flag correctly.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
-
-Windows = tuple[int | None, ...]
-"""For each layer of a model, the number of previous positions that a token attends to, or ``None`` for all."""
 
 
 LATENT_NORM_EPS = 1e-6

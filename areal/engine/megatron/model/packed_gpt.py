@@ -13,11 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from areal.engine.megatron.model.config import windows
 from areal.engine.megatron.model.layer_spec import PackedLayout, block_spec
 from areal.engine.megatron.model.rotary import RotaryAngles
 from areal.engine.model.classifier import make_value_head
 from areal.engine.model.heads import LinearHead, UpdateFn, head_of_runs, no_update
+from areal.engine.model.hub import layer_windows
 from areal.engine.model.packed_lm import ModelInputs, token_outputs
 
 
@@ -58,7 +58,7 @@ class PackedGPT(GPTModel):
         # tensor-parallel size.
         super().__init__(
             config,
-            block_spec(config, windows(hf), pp_rank=stage, vp_stage=vp_stage, local=adapted),
+            block_spec(config, layer_windows(hf), pp_rank=stage, vp_stage=vp_stage, local=adapted),
             vocab_size=-(-hf.vocab_size // tp) * tp,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=stage == 0 and chunk == 0,

@@ -24,8 +24,8 @@ class RotaryAngles(nn.Module):
         if kind not in _FIXED:
             raise ValueError(f"rope_type = {kind!r} in config.json: the Megatron engine has {', '.join(_FIXED)}")
         # transformers does not list the default type among its functions.
+        # No family of the engine has it rotate a part of a head.
         if kind == "default":
-            dim = int(dim * rope.get("partial_rotary_factor", 1.0))
             frequencies, self.scaling = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim), 1.0
         else:
             frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

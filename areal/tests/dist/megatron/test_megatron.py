@@ -139,6 +139,25 @@ def test_megatron_sliding_windows(world_size: int) -> None:
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"sliding_window": 4}, id="window"),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, id="rotary"
+        ),
+    ],
+)
+def test_megatron_ignores_what_the_family_ignores(changes: dict[str, Any]) -> None:
+    """Llama has neither a window nor parts of heads that are not rotated."""
+    with start_cell(cell("megatron:d1", family="llama", dtype="float64", changes=changes)) as run:
+        call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
+        expected, _ = run.expected()
+        assert_step(run.engine.forward_backward(run.batch(), *call), expected, run.cell.tolerance)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, run.cell.tolerance)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
     ("backend", "changes", "said"),
     [
         ("megatron:d1", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -17,6 +17,7 @@ from areal.tests.dist.recipes.policy_runs import REWARDS, SMALL, curve, curve_of
 from areal.tests.harness import tiny
 from areal.tests.harness.recipes.recipe_data import recipe_model, reward, rows, save_model
 from areal.tests.harness.rl import Curve
+from areal.trainer.advantages import rloo
 from areal.trainer.estimators import GroupRelative
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import grpo_objective
@@ -292,6 +293,15 @@ def test_penalty_of_length_is_refused_with_several_answers(backend: str, tmp_pat
     for with_what, parts in (("tools", {"tools": [double]}), ("an episode", {"episode": episode})):
         with pytest.raises(ValueError, match=f"overlong_tokens = 4 with {with_what}: the penalty is of one answer"):
             GRPORun(config, rows(8), reward, **parts)
+
+
+@pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))
+@pytest.mark.parametrize("setting", [{"overlong_tokens": 4}, {"shuffle_rewards": True}], ids=str)
+def test_shaping_is_refused_with_an_own_estimator(setting: dict[str, Any], backend: str, tmp_path: Path) -> None:
+    config = GRPOConfig(model=recipe_model(), backend=backend, output=tmp_path, **setting, **SMALL)
+    [(name, value)] = setting.items()
+    with pytest.raises(ValueError, match=f"{name} = {value} with an estimator: .* leave {name} out"):
+        GRPORun(config, rows(8), reward, estimator=GroupRelative(rloo))
 
 
 @pytest.mark.parametrize("backend", tiny.chosen("fsdp:d1"))

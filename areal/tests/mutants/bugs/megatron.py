@@ -376,3 +376,12 @@ def megatron_rounded_weights_are_saved(right: Function) -> Function:
             yield dataclasses.replace(named, run_key=key)
 
     return wrong
+
+
+@mutant(
+    "areal.engine.megatron.model.packed_gpt:layer_windows",
+    "dist/megatron/test_megatron.py::test_megatron_ignores_what_the_family_ignores[*window]",
+)
+def window_of_a_family_that_has_none(right: Function) -> Function:
+    """A window in the configuration counts for any family."""
+    return lambda hf: (getattr(hf, "sliding_window", None),) * hf.num_hidden_layers

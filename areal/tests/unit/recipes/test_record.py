@@ -146,6 +146,15 @@ def decode(ids: Any) -> str:
     return "".join(map(chr, ids))
 
 
+def test_samples_without_versions_are_written(tmp_path: Path) -> None:
+    """An episode of a user may leave them out."""
+    log = SampleLog(tmp_path, 1, decode)
+    log(1, [{name: value for name, value in sample(7, 1.0).items() if name != "versions"}])
+    log.close()
+    [line] = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert line["versions"] == []
+
+
 def test_samples_are_written_as_lines_and_as_a_page(tmp_path: Path) -> None:
     log = SampleLog(tmp_path, 1, decode)
     log(1, [sample(7, 1.0), sample(7, 0.0), sample(8, 0.5)])

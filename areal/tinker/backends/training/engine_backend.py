@@ -108,8 +108,10 @@ class EngineBackend:
         self._lost = None
 
     def _probe(self, train: bool, tokens: int) -> None:
-        """Run a pass of so many tokens on the engine's first adapter, which is never trained."""
-        run_passes(self.group, self._names, [probe_pass(DEFAULT_NAME, tokens, self._limits.max_tokens)], train=train)
+        """Run a pass with so many tokens on each rank, on the engine's first adapter, which is never trained."""
+        dims = self.group.dims
+        probe = probe_pass(DEFAULT_NAME, tokens * dims.cp, self._limits.max_tokens, shards=dims.dp)
+        run_passes(self.group, self._names, [probe], train=train)
 
     def _most_shared_tokens(self, dtype: str) -> int:
         """Return the most tokens of a request that shares a call with those of other models."""

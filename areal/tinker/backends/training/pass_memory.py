@@ -34,7 +34,7 @@ class PassMemory:
     Args:
         group: the engine.
         max_tokens_per_mb: most tokens of a micro-batch; a longer sample is one by itself.
-        probe: runs a pass of one sample of so many tokens.
+        probe: runs a pass with so many tokens on each rank, in one micro-batch.
     """
 
     def __init__(self, group: WorkerGroup, max_tokens_per_mb: int, probe: Callable[[int], None]) -> None:
@@ -56,10 +56,8 @@ class PassMemory:
             return work()
         if not self._nbytes.reach(1):
             self._probe(FEW_TOKENS)  # allocates what only the first pass does
-            probed = min(tokens, PROBE_TOKENS)
-            self._measure(probed, lambda: self._probe(probed))
-        needed = self._nbytes.needed(tokens)
-        self._check(tokens, needed, max(lengths))
+            self._measure_probe(min(tokens, PROBE_TOKENS))
+        needed = self._admit(tokens, max(lengths))
         try:
             return self._measure(tokens, work) if self._nbytes.due(tokens) else work()
         finally:
@@ -72,16 +70,28 @@ class PassMemory:
         share = min(total, math.ceil(total / dims.dp) + longest) if dims.dp > 1 else total
         return math.ceil(min(share, max(longest, self._max)) / dims.cp)
 
-    def _check(self, tokens: int, needed: int, longest: int) -> None:
-        ranks: list[RankMemory] = self._group.run(rank_memory)
-        # Gradients and states of other adapters, which do not exist yet, have a claim on free memory.
-        rank, free = min(enumerate(each.free - each.missing for each in ranks), key=lambda pair: pair[1])
-        if needed > free:
-            raise UserError(
-                f"memory is short for a pass with {tokens} tokens in one micro-batch, the longest sample having {longest}: it needs "
-                f"{needed / 2**20:.0f} MiB, by measured {needed / tokens / 2**10:.0f} KiB per token, and {max(0, free) / 2**20:.0f} MiB "
-                f"are free on rank {rank}: send {'shorter' if longest == tokens else 'fewer'} samples at once, or release a model"
-            )
+    def _admit(self, tokens: int, longest: int) -> int:
+        """Return the bytes that a pass needs. If it seems too large, larger probes tell what does not depend on tokens, as far as they fit."""
+        while True:
+            needed = self._nbytes.needed(tokens)
+            ranks: list[RankMemory] = self._group.run(rank_memory)
+            # Gradients and states of other adapters, which do not exist yet, have a claim on free memory.
+            rank, free = min(enumerate(each.free - each.missing for each in ranks), key=lambda pair: pair[1])
+            if needed <= free:
+                return needed
+            larger = (2 * self._nbytes.largest, 3 * self._nbytes.largest // 2)
+            probed = next((n for n in larger if n < tokens and self._nbytes.needed(n) <= free), None)
+            if probed is None:
+                raise UserError(
+                    f"memory is short for a pass with {tokens} tokens in one micro-batch, the longest sample having {longest}: it needs "
+                    f"{needed / 2**20:.0f} MiB, by measured {needed / tokens / 2**10:.0f} KiB per token, and {max(0, free) / 2**20:.0f} MiB "
+                    f"are free on rank {rank}: send {'shorter' if longest == tokens else 'fewer'} samples at once, or release a model"
+                )
+            self._measure_probe(probed)
+
+    def _measure_probe(self, tokens: int) -> None:
+        self._measure(tokens, lambda: self._probe(tokens))
+        self._group.run(_give_back)
 
     def _measure(self, tokens: int, work: Callable[[], _R]) -> _R:
         """Run a pass, and estimate later ones by its bytes."""

@@ -123,11 +123,11 @@ def run_passes(group: WorkerGroup, names: Sequence[str], passes: Sequence[Pass],
     return results
 
 
-def probe_pass(adapter: str, tokens: int, max_tokens: int) -> Pass:
-    """Return a pass of so many tokens, in samples of at most ``max_tokens``, whose memory can be measured."""
+def probe_pass(adapter: str, tokens: int, max_tokens: int, shards: int) -> Pass:
+    """Return a pass whose memory can be measured: for each of the shards so many tokens, in samples of at most ``max_tokens``."""
     loss = make_loss("cross_entropy", {})
     lengths = [min(max_tokens, tokens - start) for start in range(0, tokens, max_tokens)]
-    data = [Datum(np.zeros(n, np.int64), np.zeros(n, np.int64), {}) for n in lengths]
+    data = [Datum(np.zeros(n, np.int64), np.zeros(n, np.int64), {}) for n in lengths * shards]
     return Pass(PreparedBatch(adapter, data, "cross_entropy"), adapter, loss, engine_samples(data, loss))
 
 

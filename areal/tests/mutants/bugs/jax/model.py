@@ -70,7 +70,7 @@ def tokens_of_all_ranks_kept(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.jax.model.architecture:_windows",
+    "areal.engine.jax.model.architecture:layer_windows",
     "unit/jax/test_jax_architecture.py::test_window_is_read_as_the_family_reads_it[llama-*]",
 )
 def window_of_a_family_without_one_in_jax(right: Function) -> Function:

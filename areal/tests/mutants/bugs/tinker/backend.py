@@ -104,6 +104,15 @@ def memory_of_a_pass_kept(right: Function) -> Function:
 
 
 @mutant(
+    "areal.tinker.backends.training.engine_backend:probe_pass",
+    SERVER + "test_backend_memory.py::test_each_rank_computes_the_tokens_of_a_probe[data parallel]",
+)
+def probe_of_all_ranks_counted_for_each(right: Function) -> Function:
+    """The tokens of a probe are divided over data-parallel ranks."""
+    return lambda adapter, tokens, max_tokens, shards: right(adapter, tokens, max_tokens, 1)
+
+
+@mutant(
     "areal.tinker.backends.sampling.local_sampler:LocalSampler.borrow",
     SERVER + "test_backend_memory.py::test_sampler_reads_the_engines_base_model[qwen3]",
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from areal.inference.local.prompt_images import EncodedImages, ImageReader
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import checked_prompt
 from areal.tests.grid.models import tiny_model
@@ -79,6 +83,27 @@ def test_images_are_encoded_by_the_weights_of_an_update() -> None:
         (answer,) = run(engine.generate(FIRST, endless(4, seed=0)))
     assert set(answer.versions) == {1}
     assert_logprobs(answer, whole_logprobs(replica(seed=1), FIRST, answer))
+
+
+def test_images_may_be_read_while_an_update_forgets_them() -> None:
+    """Requests come on a thread of their own, and a dictionary must not grow within a loop over it."""
+    reader = ImageReader(replica())
+    held, threads = [reader.read(each) for each in PROMPTS[:2]], []
+
+    class Interrupted(weakref.WeakValueDictionary[bytes, EncodedImages]):
+        def values(self) -> Iterator[EncodedImages]:  # type: ignore[override]
+            for each in super().values():
+                threads.append(threading.Thread(target=lambda: held.append(reader.read(PROMPTS[2]))))
+                threads[-1].start()
+                threads[-1].join(0.2)
+                yield each
+
+    reader._known = Interrupted(reader._known)
+    reader.forget()
+    for thread in threads:
+        thread.join(60)
+    assert len(held) == 4
+    assert len(reader._known) == 3
 
 
 def test_an_answer_with_the_token_of_an_image_fails_alone() -> None:

@@ -122,6 +122,24 @@ def test_partial_update_fails_requests_until_complete_update() -> None:
     assert_logprobs(answer, plain_logprobs(model(2), PROMPT, answer.tokens, endless()))
 
 
+def test_update_that_fails_after_the_last_tensor_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are new then, and the old version must not be theirs."""
+
+    def fail() -> None:
+        raise OSError("spoiled")
+
+    with rollout() as engine:
+        monkeypatch.setattr(engine, "_forget_prefixes", fail)
+        with pytest.raises(OSError, match="spoiled"):
+            engine.update(weights(1), 1)
+        with pytest.raises(RuntimeError, match="version 1 ended half-way"):
+            run(engine.generate(PROMPT, endless(5)))
+        monkeypatch.undo()
+        engine.update(weights(1), 1)
+        (answer,) = run(engine.generate(PROMPT, endless(5)))
+    assert answer.versions == (1,) * 5
+
+
 def adapted(seed: int) -> PreTrainedModel:
     """A model of which only the adapter depends on ``seed``."""
     replica = model()

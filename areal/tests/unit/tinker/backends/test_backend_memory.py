@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ from areal.tinker.backends.backend_registry import share_base_model
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdapterSpec, SamplingRequest
 from areal.tinker.backends.sampling.local_sampler import LocalSampler, create
-from areal.tinker.backends.training.adapter_memory import rank_memory
+from areal.tinker.backends.training import engine_backend, pass_memory
+from areal.tinker.backends.training.adapter_memory import RankMemory, rank_memory
 from areal.tinker.backends.training.engine_backend import EngineBackend
 from areal.tinker.backends.training.pass_memory import FEW_TOKENS, PassMemory
 from areal.utils.profiling import host_memory
@@ -106,6 +109,82 @@ def test_tokens_of_the_largest_micro_batch(backend: str, lengths: list[int], tok
         dims = ParallelDims.parse(backend)
 
     assert PassMemory(Group(), 1000, lambda tokens: None).tokens_at_once(lengths) == tokens  # type: ignore[arg-type]
+
+
+class Ranks:
+    """Ranks of which a pass takes 600 MB for weights, and 30 kB for each token.
+
+    Args:
+        free: bytes that are free.
+
+    Attributes:
+        passes: tokens of the passes that have run.
+    """
+
+    dims = ParallelDims.parse("fsdp:d1")
+
+    def __init__(self, free: int) -> None:
+        self.free, self.peak, self.passes = free, 0, list[int]()
+
+    def run(self, function: Callable[..., Any]) -> list[Any]:
+        if function is pass_memory._begin:
+            self.peak = 0
+        values = {pass_memory._begin: 0, pass_memory._peak: self.peak, rank_memory: RankMemory(0, 0, self.free)}
+        return [values.get(function)]
+
+    def compute(self, tokens: int) -> None:
+        self.passes.append(tokens)
+        self.peak = 600_000_000 + 30_000 * tokens
+
+
+@pytest.mark.parametrize(
+    ("free", "tokens", "passes"),
+    [
+        # The first guess, 16 times the bytes of 512 tokens, is 9.8 GB; the pass needs 0.85.
+        pytest.param(1_300_000_000, 8192, [256, 512, 1024, 8192], id="fits"),
+        pytest.param(1_000_000_000, 8192, [256, 512, 768, 8192], id="fits closely"),
+        pytest.param(800_000_000, 8192, [256, 512], id="a larger probe might not fit"),
+        pytest.param(1_300_000_000, 32768, [256, 512, 1024, 2048, 4096, 8192, 16384], id="does not fit"),
+        pytest.param(20_000_000_000, 8192, [256, 512, 8192], id="plenty"),
+    ],
+)
+def test_bytes_that_do_not_depend_on_tokens_are_not_multiplied(free: int, tokens: int, passes: list[int]) -> None:
+    """Before a pass is refused, larger probes are measured, as far as they fit."""
+    ranks = Ranks(free)
+    memory = PassMemory(ranks, 8192, ranks.compute)  # type: ignore[arg-type]
+    if passes[-1] == tokens:
+        memory.run([tokens], lambda: ranks.compute(tokens))
+    else:
+        with pytest.raises(UserError, match=f"memory is short for a pass with {tokens} tokens"):
+            memory.run([tokens], lambda: ranks.compute(tokens))
+    assert ranks.passes == passes
+    if passes[-1] != tokens:
+        with pytest.raises(UserError, match="memory is short"):
+            memory.run([tokens], lambda: ranks.compute(tokens))
+        assert ranks.passes == passes
+
+
+@pytest.mark.parametrize(
+    ("backend", "lengths"),
+    [
+        pytest.param("fsdp:d1", [300, 212], id="one rank"),
+        pytest.param("fsdp:d2", [300, 212] * 2, id="data parallel"),
+        pytest.param("fsdp:c2", [300, 300, 300, 124], id="context parallel"),
+    ],
+)
+def test_each_rank_computes_the_tokens_of_a_probe(
+    backend: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def run_passes(group: Any, names: Any, passes: list[Any], *, train: bool) -> None:
+        found.extend(len(sample["input_ids"]) for sample in passes[0].samples)
+
+    monkeypatch.setattr(engine_backend, "run_passes", run_passes)
+    group, limits = SimpleNamespace(dims=ParallelDims.parse(backend)), SimpleNamespace(max_tokens=300)
+    backend_of_group: Any = SimpleNamespace(group=group, _names=[], _limits=limits)
+    EngineBackend._probe(backend_of_group, True, 512)
+    assert found == lengths
 
 
 async def logprobs(sampler: LocalSampler) -> list[np.ndarray[Any, Any]]:
