@@ -6,8 +6,9 @@ import dataclasses
 import threading
 from typing import Any
 
+import torch.distributed as dist
+
 from areal.tests.mutants.planting import Function, mutant
-from areal.trainer.rollout import exchange
 
 SAMPLING = "dist/trainer/test_temperature.py::{}"
 EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
@@ -181,7 +182,13 @@ def reward_of_one_sequence(right: Function) -> Function:
 )
 def statistics_over_the_default_group(right: Function) -> Function:
     """Statistics are gathered over the default process group, where a rank that is lost is not noticed."""
-    return lambda self, value: exchange.gather(value)
+
+    def wrong(self: Any, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    return wrong
 
 
 @mutant(
