@@ -84,7 +84,7 @@ class PolicyConfig(RunConfig):
         default=None,
         gt=0,
         description="Maximum tokens of a prompt with its answers; None: what the rows need, and with tools as much again as the answers; "
-        "with an own episode what the model takes, at most 8,192.",
+        "with an own episode what the model takes, at most 32,768.",
     )
     eval_samples: int = Field(default=1, gt=0, description="Answers to each row of an evaluation, for pass@k.")
     eval_temperature: float = Field(default=1.0, ge=0, description="Temperature of an evaluation; 0 is greedy.")

@@ -8,8 +8,8 @@ from areal.engine.model.hub import max_positions, read_config
 from areal.recipes.policy_config import PolicyConfig
 from areal.utils.data.image_prompt import Prompt, prompt_tokens
 
-_UNKNOWN_CONTEXT, _UNKNOWN_CACHE = 8192, 32768
-"""Most tokens of ``max_context`` and of a replica's cache if only the episodes know their length, as in ``areal serve``."""
+_UNKNOWN = 32768
+"""Most tokens of ``max_context``, and of a replica's cache, if only the episodes know their length."""
 
 
 def model_context(config: PolicyConfig) -> int:
@@ -67,8 +67,9 @@ def sizes_of_replica(
     """
     at_once = -(-config.groups // ranks) * config.group_size * (1 + config.max_staleness)
     page = sizes["page_size"]
-    context = max_context or min(model_context(config), _UNKNOWN_CONTEXT)
-    tokens = -(-context // page) * page * min(at_once, sizes["max_requests"])
+    context = max_context or min(model_context(config), _UNKNOWN)
+    one = -(-context // page) * page
+    tokens = one * min(at_once, sizes["max_requests"])
     if max_context is None:
-        tokens = min(tokens, max(context + page, _UNKNOWN_CACHE))
+        tokens = min(tokens, max(one, _UNKNOWN))
     return {"max_context": context, "cache_tokens": tokens}

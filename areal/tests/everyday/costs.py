@@ -7,6 +7,7 @@ waited for. Fixtures do not count: which test starts a shared server depends on 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -74,7 +75,8 @@ def alone(tests: Sequence[str]) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "costs.json"
-        subprocess.run([sys.executable, "-m", "pytest", "-q", f"--costs={file}", *tests], check=True)
+        command = [sys.executable, "-m", "pytest", "-q", f"--costs={file}", *tests]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})  # as in `make test`
         costs: dict[str, float] = json.loads(file.read_text())
     return costs
 

@@ -41,8 +41,15 @@ class PassBytes:
             return 0
         return times * self._measured[0][0] if len(self._measured) == 1 else 2**62
 
+    def in_proportion(self, tokens: int) -> int:
+        """Return bytes in proportion to the largest measured pass; 0 without one. A larger pass needs at most these."""
+        if not self._measured:
+            return 0
+        large, many = self._measured[-1]
+        return round(many * tokens / large)
+
     def needed(self, tokens: int) -> int:
-        """Return the bytes that a pass of so many tokens needs, by what was measured."""
+        """Return the bytes that a pass of so many tokens needs, by what was measured. A larger one than these needs at least this."""
         if not self._measured:
             return 0
         (small, few), (large, many) = self._measured[0], self._measured[-1]

@@ -64,11 +64,12 @@ def test_cheap_tests_are_not_named(
 
 
 def test_seconds_alone_are_those_of_a_session_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], check: bool) -> None:
+    def run(command: list[str], check: bool, env: dict[str, str]) -> None:
         assert command[1:3] == ["-m", "pytest"]
         option = next(word for word in command if word.startswith("--costs="))
         Path(option.removeprefix("--costs=")).write_text(json.dumps(dict.fromkeys(command[-2:], 1.5)))
         assert check
+        assert env["OMP_NUM_THREADS"] == "1"
 
     monkeypatch.setattr(subprocess, "run", run)
     assert costs.alone(["a.py::one", "a.py::two[x y]"]) == {"a.py::one": 1.5, "a.py::two[x y]": 1.5}

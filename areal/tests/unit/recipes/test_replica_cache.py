@@ -55,11 +55,11 @@ def test_cache_has_room_for_the_answers_of_a_rank(case: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("of_model", "chosen", "max_context", "cache"),
     [
-        pytest.param(131072, {}, 8192, 32768, id="long context"),
+        pytest.param(131072, {}, 32768, 32768, id="long context"),
         pytest.param(4096, {}, 4096, 32768, id="short context"),
         pytest.param(256, {}, 256, 32 * 256, id="tiny model"),
         pytest.param(131072, {"max_context": 20000}, 20000, 32 * 20000, id="chosen context"),
-        pytest.param(131072, {"cache_tokens": 9000}, 8192, 9000, id="chosen cache"),
+        pytest.param(131072, {"page_size": 100}, 32768, 32800, id="pages"),
     ],
 )
 def test_cache_of_episodes_of_unknown_length_is_bounded(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from areal.api import FinetuneSpec
+from areal.api import FinetuneSpec, MicroBatchSpec
 from areal.dispatch import InProcess, WorkerGroup
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
@@ -108,10 +108,14 @@ class EngineBackend:
         self._lost = None
 
     def _probe(self, train: bool, tokens: int) -> None:
-        """Run a pass with so many tokens on each rank, on the engine's first adapter, which is never trained."""
+        """Run a pass with micro-batches of so many tokens on each rank, on the engine's first adapter, which is never trained."""
         dims = self.group.dims
-        probe = probe_pass(DEFAULT_NAME, tokens * dims.cp, self._limits.max_tokens, shards=dims.dp)
-        run_passes(self.group, self._names, [probe], train=train)
+        divided = tokens * dims.cp
+        # A stage holds as many micro-batches as there are stages, and up to twice as many if a rank has several stages.
+        copies = dims.dp * dims.pp * min(2, dims.vpp)
+        probe = probe_pass(DEFAULT_NAME, divided, self._limits.max_tokens, copies)
+        spec = MicroBatchSpec(max_tokens_per_mb=divided, overlong="alone")
+        run_passes(self.group, self._names, [probe], train=train, mb_spec=spec)
 
     def _most_shared_tokens(self, dtype: str) -> int:
         """Return the most tokens of a request that shares a call with those of other models."""

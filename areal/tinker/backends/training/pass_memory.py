@@ -21,6 +21,9 @@ FEW_TOKENS = 256
 PROBE_TOKENS = 512
 """Tokens of the pass that is measured before the first one that asks."""
 
+_STEP = 1.25
+"""Least ratio of the tokens of a probe to those of the one before."""
+
 _NOT_MEASURED = ("jax",)
 """Engines whose peak this process cannot see: it has that of the compiler, or the memory is of a device that torch does not know."""
 
@@ -34,7 +37,7 @@ class PassMemory:
     Args:
         group: the engine.
         max_tokens_per_mb: most tokens of a micro-batch; a longer sample is one by itself.
-        probe: runs a pass with so many tokens on each rank, in one micro-batch.
+        probe: runs a pass with micro-batches of so many tokens on each rank.
     """
 
     def __init__(self, group: WorkerGroup, max_tokens_per_mb: int, probe: Callable[[int], None]) -> None:
@@ -58,8 +61,11 @@ class PassMemory:
             self._probe(FEW_TOKENS)  # allocates what only the first pass does
             self._measure_probe(min(tokens, PROBE_TOKENS))
         needed = self._admit(tokens, max(lengths))
+        dims = self._group.dims
+        # With several shards, a rank may have fewer tokens, and a stage of a pipeline fewer micro-batches than in other passes.
+        exact = dims.dp == dims.pp == 1
         try:
-            return self._measure(tokens, work) if self._nbytes.due(tokens) else work()
+            return self._measure(tokens, work) if exact and self._nbytes.due(tokens) else work()
         finally:
             if needed >= _RETURNED_BYTES:
                 self._group.run(_give_back)
@@ -71,17 +77,20 @@ class PassMemory:
         return math.ceil(min(share, max(longest, self._max)) / dims.cp)
 
     def _admit(self, tokens: int, longest: int) -> int:
-        """Return the bytes that a pass needs. If it seems too large, larger probes tell what does not depend on tokens, as far as they fit."""
+        """Return the bytes that a pass needs at most, in proportion to the largest one that was measured.
+
+        If they are not free, larger probes are measured as far as they fit: a larger part of their bytes depends on tokens.
+        """
         while True:
-            needed = self._nbytes.needed(tokens)
+            needed = self._nbytes.in_proportion(tokens)
             ranks: list[RankMemory] = self._group.run(rank_memory)
             # Gradients and states of other adapters, which do not exist yet, have a claim on free memory.
             rank, free = min(enumerate(each.free - each.missing for each in ranks), key=lambda pair: pair[1])
             if needed <= free:
                 return needed
-            larger = (2 * self._nbytes.largest, 3 * self._nbytes.largest // 2)
-            probed = next((n for n in larger if n < tokens and self._nbytes.needed(n) <= free), None)
-            if probed is None:
+            largest = self._nbytes.largest
+            probed = min(2 * largest, tokens * free // max(1, needed))
+            if probed < _STEP * largest:
                 raise UserError(
                     f"memory is short for a pass with {tokens} tokens in one micro-batch, the longest sample having {longest}: it needs "
                     f"{needed / 2**20:.0f} MiB, by measured {needed / tokens / 2**10:.0f} KiB per token, and {max(0, free) / 2**20:.0f} MiB "

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.api import IGNORE_INDEX, Batch, ParallelDims, TokenOutputs, TrainEngine
+from areal.api import IGNORE_INDEX, Batch, MicroBatchSpec, ParallelDims, TokenOutputs, TrainEngine
 from areal.dispatch import Executor, WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.engine.batch_rules import rules_of
@@ -91,7 +91,14 @@ def _fit(one: Pass, other: Pass, most_tokens: int) -> bool:
     return one.form == other.form and all(FEWEST_TOKENS <= each.batch.tokens <= most_tokens for each in (one, other))
 
 
-def run_passes(group: WorkerGroup, names: Sequence[str], passes: Sequence[Pass], *, train: bool) -> list[PassResult]:
+def run_passes(
+    group: WorkerGroup,
+    names: Sequence[str],
+    passes: Sequence[Pass],
+    *,
+    train: bool,
+    mb_spec: MicroBatchSpec | None = None,
+) -> list[PassResult]:
     """Run the requests of one call. Nothing is added to any pending gradient if it raises.
 
     Args:
@@ -99,6 +106,7 @@ def run_passes(group: WorkerGroup, names: Sequence[str], passes: Sequence[Pass],
         names: names of all adapters, in the engine's order.
         passes: requests of different models.
         train: compute gradients.
+        mb_spec: rules of micro-batches; ``None`` for those of the configuration.
     """
     # 1. One batch, whose samples name their adapters.
     indices = [names.index(each.adapter) for each in passes]
@@ -111,9 +119,11 @@ def run_passes(group: WorkerGroup, names: Sequence[str], passes: Sequence[Pass],
 
     # 2. One pass of the engine.
     if train:
-        step = group.forward_backward(samples, loss, unit_weight, normalization="sum", returns=("logprobs",))
+        step = group.forward_backward(
+            samples, loss, unit_weight, normalization="sum", returns=("logprobs",), mb_spec=mb_spec
+        )
     else:
-        step = group.eval_batch(samples, loss, unit_weight, returns=("logprobs",))
+        step = group.eval_batch(samples, loss, unit_weight, returns=("logprobs",), mb_spec=mb_spec)
 
     # 3. The results of each request.
     results, logprobs = [], iter(step.outputs["logprobs"])
@@ -123,11 +133,11 @@ def run_passes(group: WorkerGroup, names: Sequence[str], passes: Sequence[Pass],
     return results
 
 
-def probe_pass(adapter: str, tokens: int, max_tokens: int, shards: int) -> Pass:
-    """Return a pass whose memory can be measured: for each of the shards so many tokens, in samples of at most ``max_tokens``."""
+def probe_pass(adapter: str, tokens: int, max_tokens: int, copies: int) -> Pass:
+    """Return a pass whose memory can be measured: copies of so many tokens, in samples of at most ``max_tokens``."""
     loss = make_loss("cross_entropy", {})
     lengths = [min(max_tokens, tokens - start) for start in range(0, tokens, max_tokens)]
-    data = [Datum(np.zeros(n, np.int64), np.zeros(n, np.int64), {}) for n in lengths * shards]
+    data = [Datum(np.zeros(n, np.int64), np.zeros(n, np.int64), {}) for n in lengths * copies]
     return Pass(PreparedBatch(adapter, data, "cross_entropy"), adapter, loss, engine_samples(data, loss))
 
 

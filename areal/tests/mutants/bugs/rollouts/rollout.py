@@ -184,8 +184,7 @@ def statistics_over_the_default_group(right: Function) -> Function:
     """Statistics are gathered over the default process group, where a rank that is lost is not noticed."""
 
     def wrong(self: Any, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values := [None] * dist.get_world_size(), value)
         return values
 
     return wrong

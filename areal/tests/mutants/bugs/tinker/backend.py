@@ -109,7 +109,7 @@ def memory_of_a_pass_kept(right: Function) -> Function:
 )
 def probe_of_all_ranks_counted_for_each(right: Function) -> Function:
     """The tokens of a probe are divided over data-parallel ranks."""
-    return lambda adapter, tokens, max_tokens, shards: right(adapter, tokens, max_tokens, 1)
+    return lambda adapter, tokens, max_tokens, copies: right(adapter, tokens, max_tokens, 1)
 
 
 @mutant(
