@@ -141,11 +141,11 @@ class PolicyRun(Run[C], Generic[C]):
                 f"overlong_tokens = {config.overlong_tokens} with {'tools' if self._tools else 'an episode'}: the penalty is of one answer; "
                 "leave it out, and let the reward judge the length"
             )
-        if self._estimator is not None and self._shape() is not None:
-            name = "overlong_tokens" if config.overlong_tokens is not None else "shuffle_rewards"
-            raise ValueError(
-                f"{name} = {getattr(config, name)} with an estimator: it shapes the rewards itself; leave {name} out"
-            )
+        for name in ("overlong_tokens", "shuffle_rewards") if self._estimator is not None else ():
+            if getattr(config, name):
+                raise ValueError(
+                    f"{name} = {getattr(config, name)} with an estimator: it shapes the rewards itself; leave {name} out"
+                )
         self.rows, self.held_out = own_rows(config, "prompts", self._dataset, self._evaluation_rows)
         self.chat = renderer(config, self.tokenizer, self._tools)
         rows = chain(self.rows, self.held_out or ())
@@ -224,7 +224,7 @@ class PolicyRun(Run[C], Generic[C]):
         """
         config = self.config
         if self._episode is not None:
-            model_context(config)
+            model_context(config)  # refuses a larger max_context
             return config.max_context
         # An episode of the evaluation may shorten its prompts.
         held_out = () if config.max_context and self._eval_episode is not None else self.held_out or ()

@@ -7,6 +7,7 @@ threads agree over the control plane in :meth:`CheckpointSaver.wait`, so that an
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -198,7 +199,6 @@ class _SaveJob:
             try:
                 target()
             except BaseException as error:
-                self._errors[name] = error  # whether or not the disk can be asked
                 self._errors[name] = _explained(error, self.draft)
 
         return threading.Thread(target=run, name=f"checkpoint-{name}", daemon=True)
@@ -246,10 +246,13 @@ class _SaveJob:
 
 def _explained(error: BaseException, folder: Path) -> BaseException:
     """Return an error that names a full disk as its cause: torch's own names a position in a file."""
-    if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < _FULL_BYTES:
-        return OSError(
-            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: free some, or save to another directory ({error})", str(folder)
-        )
+    with contextlib.suppress(OSError):  # the folder may be gone
+        if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < _FULL_BYTES:
+            return OSError(
+                errno.ENOSPC,
+                f"{os.strerror(errno.ENOSPC)}: free some, or save to another directory ({error})",
+                str(folder),
+            )
     return error
 
 

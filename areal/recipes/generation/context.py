@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from areal.engine.model.hub import max_positions, read_config
 from areal.recipes.policy_config import PolicyConfig
@@ -52,7 +53,7 @@ def needed_context(config: PolicyConfig, prompts: Iterable[Prompt], *, tools: bo
 
 
 def sizes_of_replica(
-    config: PolicyConfig, ranks: int, max_context: int | None, sizes: Mapping[str, int]
+    config: PolicyConfig, ranks: int, max_context: int | None, sizes: Mapping[str, Any]
 ) -> dict[str, int]:
     """Return ``max_context`` and ``cache_tokens`` of a replica: its cache has room for the answers of a rank that a run generates at once.
 

@@ -50,10 +50,9 @@ def make_rollout(config: PolicyConfig, engine: TrainEngine, max_context: int | N
     model: Any = factory.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
     _round_as_the_trainer(model, engine)
     invariant = {"batch_invariant": engine.config.fsdp.batch_invariant}
-    sizes = _SIZES | {name: value for name, value in config.rollout.items() if name in _SIZES}
-    max_context = config.rollout.get("max_context", max_context)
-    sizes |= sizes_of_replica(config, engine.dp_size, max_context, sizes)
-    options = {**sizes, **invariant, **config.rollout}
+    options = {**_SIZES, **invariant, **config.rollout}
+    max_context = options.get("max_context", max_context)
+    options = sizes_of_replica(config, engine.dp_size, max_context, options) | options
     return closing.enter_context(inference.LocalRollout(model.to(engine.device).eval(), **options))
 
 

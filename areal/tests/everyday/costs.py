@@ -68,7 +68,7 @@ def new_expensive(costs: Mapping[str, float], listed: Mapping[str, float]) -> di
 
 
 def alone(tests: Sequence[str]) -> dict[str, float]:
-    """Run tests in a session of their own, and return their CPU-seconds.
+    """Run tests in a session without others, and return their CPU-seconds.
 
     Raises:
         subprocess.CalledProcessError: if one of them fails.

@@ -53,10 +53,10 @@ class PassBytes:
         if not self._measured:
             return 0
         (small, few), (large, many) = self._measured[0], self._measured[-1]
-        slope = many / large
-        if tokens > large > small:
-            slope = min(slope, max(0, many - few) / (large - small))
-        return round(many + slope * (tokens - large))
+        proportion = self.in_proportion(tokens)
+        if not tokens > large > small:
+            return proportion
+        return min(proportion, round(many + max(0, many - few) / (large - small) * (tokens - large)))
 
 
 def start_peak(device: torch.device) -> int:

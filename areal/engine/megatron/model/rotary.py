@@ -24,7 +24,7 @@ class RotaryAngles(nn.Module):
         if kind not in _FIXED:
             raise ValueError(f"rope_type = {kind!r} in config.json: the Megatron engine has {', '.join(_FIXED)}")
         # transformers does not list the default type among its functions.
-        # No family of the engine has it rotate a part of a head.
+        # All families of the engine rotate whole heads then.
         if kind == "default":
             frequencies, self.scaling = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim), 1.0
         else:

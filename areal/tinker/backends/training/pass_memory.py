@@ -57,7 +57,7 @@ class PassMemory:
         tokens = self.tokens_at_once(lengths)
         if tokens <= FEW_TOKENS or self._group.dims.backend in _NOT_MEASURED:
             return work()
-        if not self._nbytes.reach(1):
+        if not self._nbytes.largest:
             self._probe(FEW_TOKENS)  # allocates what only the first pass does
             self._measure_probe(min(tokens, PROBE_TOKENS))
         needed = self._admit(tokens, max(lengths))

@@ -60,3 +60,9 @@ def test_save_ends_after_the_loss_of_a_rank(reported: bool, tmp_path: Path, monk
     assert (tmp_path / "step-1").exists() == reported
     assert not list(tmp_path.glob(".*draft*"))
     del saver
+
+
+def test_error_of_a_save_whose_draft_is_gone_is_raised(tmp_path: Path) -> None:
+    """Nothing can be asked about the disk of a folder that is not there."""
+    error = RuntimeError("position 7")
+    assert async_save._explained(error, tmp_path / "gone") is error

@@ -86,7 +86,7 @@ def test_images_are_encoded_by_the_weights_of_an_update() -> None:
 
 
 def test_images_may_be_read_while_an_update_forgets_them() -> None:
-    """Requests come on a thread of their own, and a dictionary must not grow within a loop over it."""
+    """Another thread reads requests, and a dictionary must not grow within a loop over it."""
     reader = ImageReader(replica())
     held, threads = [reader.read(each) for each in PROMPTS[:2]], []
 
